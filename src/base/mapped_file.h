@@ -1,0 +1,27 @@
+// A file mapped read-only into memory. Owns the mapping; spans into it are valid for the object's lifetime.
+// Throws Error(kIo) when the file cannot be opened, is not a regular file, or cannot be mapped.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace beryl {
+
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  std::span<const std::byte> bytes() const { return {data_, size_}; }
+
+ private:
+  std::string path_;
+  const std::byte* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace beryl
