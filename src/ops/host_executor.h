@@ -1,0 +1,233 @@
+// What the two host backends share: buffers, inputs, page tables, rope tables, the sampler. A backend adds execute().
+//
+// Real is the type of activations, caches and sums: double in the reference, float on the CPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "base/error.h"
+#include "ops/backend.h"
+#include "ops/guarded_buffer.h"
+#include "ops/sample.h"
+
+namespace beryl {
+
+// The buffers that HostExecutor<Real> allocates, in order; element_bytes = sizeof(Real).
+std::vector<Allocation> plan_host_buffers(const Program& program, const StepLimits& limits, int element_bytes);
+// Error(kBadInput) when an input does not fit the limits or names a page, id or row that does not exist.
+void check_input(const Program& program, const StepLimits& limits, const StepInput& input);
+
+template <class Real>
+class HostExecutor : public Executor {
+ public:
+  HostExecutor(const Program& program, const StepLimits& limits)
+      : program_(program), limits_(limits), plan_(plan_host_buffers(program, limits, sizeof(Real))) {
+    size_t next = 0;
+    const auto take = [&] {
+      const Allocation& allocation = plan_[next++];
+      return GuardedBuffer(allocation.label, static_cast<size_t>(allocation.bytes));
+    };
+    while (next < plan_.size() && plan_[next].kind != MemoryKind::kCache && plan_[next].kind != MemoryKind::kActivations)
+      ++next;  // weights: the WeightSet owns them
+    for (size_t i = 0; i < program.caches.size(); ++i) {
+      keys_.push_back(take());
+      values_.push_back(take());
+    }
+    for (size_t i = 0; i < program.rows.size(); ++i) rows_.push_back(take());
+    for (size_t i = 0; i < program.ropes.size(); ++i) ropes_.push_back(take());
+    ids_ = take();
+    positions_ = take();
+    sequences_ = take();
+    output_rows_ = take();
+    for (size_t i = 0; i < program.groups.size(); ++i) tables_.push_back(take());
+    history_ = take();
+    BERYL_CHECK(next == plan_.size(), "every planned buffer is allocated");
+  }
+
+  void set_input(const StepInput& input) override {
+    check_input(program_, limits_, input);
+    n_tokens_ = input.n_tokens();
+    n_outputs_ = input.n_outputs();
+    copy_in(input.ids, ids_);
+    copy_in(input.positions, positions_);
+    copy_in(input.sequences, sequences_);
+    copy_in(input.output_rows, output_rows_);
+    for (size_t group = 0; group < input.tables.size(); ++group) copy_in(input.tables[group], tables_[group]);
+    sampling_ = input.sampling;
+    page_copies_ = input.page_copies;
+    turn_ropes();
+  }
+
+  void set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) override {
+    uint32_t* history = sequence_history(sequence);
+    std::memset(history, 0, static_cast<size_t>(program_.vocab) * sizeof(uint32_t));
+    for (int32_t id : prompt) history[id] |= kInPrompt;
+    for (int32_t id : reply) ++history[id];
+  }
+
+  void run(OpRange range) override {
+    const size_t end = std::min(range.end, program_.ops.size());
+    for (size_t i = range.begin; i < end; ++i) {
+      const Op& op = program_.ops[i];
+      if (std::holds_alternative<Sample>(op)) {
+        run_sample(std::get<Sample>(op));
+      } else if (std::holds_alternative<Advance>(op)) {
+        run_advance();
+      } else if (std::holds_alternative<CopyPages>(op)) {
+        run_copy_pages();
+      } else {
+        execute(op);
+      }
+    }
+  }
+  void synchronize() override {}
+  std::vector<Sampled> samples() override { return sampled_; }
+
+  void read_rows(int slot, int64_t row_begin, int64_t n_rows, float* out) override {
+    const Real* from = row(whole(slot), row_begin);
+    for (int64_t i = 0; i < n_rows * whole(slot).cols; ++i) out[i] = static_cast<float>(from[i]);
+  }
+  void write_rows(int slot, int64_t row_begin, int64_t n_rows, const float* values) override {
+    Real* to = row(whole(slot), row_begin);
+    for (int64_t i = 0; i < n_rows * whole(slot).cols; ++i) to[i] = static_cast<Real>(values[i]);
+  }
+  void read_cache(int cache, CachePart part, int page, int row, float* out) override {
+    const Real* from = cache_row(cache, part, page, row);
+    for (int64_t i = 0; i < cache_row_values(cache); ++i) out[i] = static_cast<float>(from[i]);
+  }
+  void write_cache(int cache, CachePart part, int page, int row, const float* values) override {
+    Real* to = cache_row(cache, part, page, row);
+    for (int64_t i = 0; i < cache_row_values(cache); ++i) to[i] = static_cast<Real>(values[i]);
+  }
+  std::vector<Allocation> allocations() const override { return plan_; }
+  std::vector<std::string> damaged_guards() override {
+    std::vector<std::string> labels;
+    const auto look = [&](const GuardedBuffer& buffer) {
+      if (buffer.damaged()) labels.push_back(buffer.label());
+    };
+    for (const auto* list : {&keys_, &values_, &rows_, &ropes_, &tables_})
+      for (const GuardedBuffer& buffer : *list) look(buffer);
+    for (const auto* buffer : {&ids_, &positions_, &sequences_, &output_rows_, &history_}) look(*buffer);
+    return labels;
+  }
+
+ protected:
+  virtual void execute(const Op& op) = 0;   // every op but Sample, Advance and CopyPages
+
+  Rows whole(int slot) const { return {slot, 0, program_.rows[static_cast<size_t>(slot)].cols}; }
+  int64_t row_stride(Rows rows) const { return program_.rows[static_cast<size_t>(rows.slot)].cols; }
+  Real* row(Rows rows, int64_t index) const {
+    return rows_[static_cast<size_t>(rows.slot)].template as<Real>() + index * row_stride(rows) + rows.col;
+  }
+  // How many rows of this slot are live in the current step.
+  int64_t n_rows(Rows rows) const {
+    return program_.rows[static_cast<size_t>(rows.slot)].count == RowCount::kTokens ? n_tokens_ : n_outputs_;
+  }
+  int32_t id(int64_t token) const { return ids_.as<int32_t>()[token]; }
+  int32_t position(int64_t token) const { return positions_.as<int32_t>()[token]; }
+  int32_t sequence(int64_t token) const { return sequences_.as<int32_t>()[token]; }
+  int32_t output_row(int64_t index) const { return output_rows_.as<int32_t>()[index]; }
+
+  // [n_kv_heads][head_dim] of a position of the token's sequence, through the page table.
+  Real* cache_at(int cache, CachePart part, int32_t sequence, int64_t position) const {
+    const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+    const int n_entries = limits_.n_entries[static_cast<size_t>(decl.group)];
+    const int32_t* table = tables_[static_cast<size_t>(decl.group)].as<int32_t>() + int64_t{sequence} * n_entries;
+    return cache_row(cache, part, table[(position / kPageTokens) % n_entries],
+                     static_cast<int>(position % kPageTokens));
+  }
+  Real* cache_row(int cache, CachePart part, int page, int row) const {
+    const auto& buffers = part == CachePart::kKeys ? keys_ : values_;
+    return buffers[static_cast<size_t>(cache)].template as<Real>() +
+           (int64_t{page} * kPageTokens + row) * cache_row_values(cache);
+  }
+  int64_t cache_row_values(int cache) const {
+    const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+    return int64_t{decl.n_kv_heads} * decl.head_dim;
+  }
+  // cos and sin of a token's angles: [head_dim / 2] cosines, then as many sines.
+  const Real* rope_of(int rope, int64_t token) const {
+    const auto n_pairs = static_cast<int64_t>(program_.ropes[static_cast<size_t>(rope)].frequencies.size());
+    return ropes_[static_cast<size_t>(rope)].template as<Real>() + token * 2 * n_pairs;
+  }
+  const float* vector_values(VectorRef ref) const { return ref.present() ? program_.vector(ref).values.data() : nullptr; }
+
+  const Program program_;
+  const StepLimits limits_;
+  int64_t n_tokens_ = 0;
+  int64_t n_outputs_ = 0;
+
+ private:
+  template <class T>
+  static void copy_in(const std::vector<T>& from, const GuardedBuffer& to) {
+    if (!from.empty()) std::memcpy(to.as<T>(), from.data(), from.size() * sizeof(T));
+  }
+  uint32_t* sequence_history(int sequence) const { return history_.as<uint32_t>() + int64_t{sequence} * program_.vocab; }
+
+  void turn_ropes() {
+    for (size_t i = 0; i < program_.ropes.size(); ++i) {
+      const std::vector<double>& frequencies = program_.ropes[i].frequencies;
+      const auto n_pairs = static_cast<int64_t>(frequencies.size());
+      for (int64_t token = 0; token < n_tokens_; ++token) {
+        Real* table = ropes_[i].template as<Real>() + token * 2 * n_pairs;
+        for (int64_t pair = 0; pair < n_pairs; ++pair) {
+          const double angle = position(token) * frequencies[static_cast<size_t>(pair)];
+          table[pair] = static_cast<Real>(std::cos(angle));
+          table[n_pairs + pair] = static_cast<Real>(std::sin(angle));
+        }
+      }
+    }
+  }
+
+  void run_sample(const Sample& op) {
+    sampled_.clear();
+    if (sampling_.empty()) return;
+    for (int64_t i = 0; i < n_outputs_; ++i) {
+      const SampleParams& params = sampling_[static_cast<size_t>(i)];
+      uint32_t* history = uses_history(params) ? sequence_history(sequence(output_row(i))) : nullptr;
+      sampled_.push_back(sample_row(row(op.logits, i), op.logits.cols, params, history, scratch_));
+      if (history != nullptr && sampled_.back().valid) ++history[sampled_.back().id];
+    }
+  }
+
+  void run_advance() {
+    if (sampled_.empty()) return;
+    for (int64_t i = 0; i < n_outputs_; ++i) {
+      // An invalid row keeps its id: the engine sees `valid` and ends the sequence; its neighbours go on.
+      if (sampled_[static_cast<size_t>(i)].valid) ids_.as<int32_t>()[i] = sampled_[static_cast<size_t>(i)].id;
+      ++positions_.as<int32_t>()[i];
+      ++sampling_[static_cast<size_t>(i)].draw;
+    }
+    page_copies_.clear();
+    turn_ropes();
+  }
+
+  void run_copy_pages() {
+    for (const PageCopy& copy : page_copies_)
+      for (size_t cache = 0; cache < program_.caches.size(); ++cache) {
+        if (program_.caches[cache].group != copy.group) continue;
+        const auto bytes = static_cast<size_t>(kPageTokens * cache_row_values(static_cast<int>(cache))) * sizeof(Real);
+        for (CachePart part : {CachePart::kKeys, CachePart::kValues})
+          std::memcpy(cache_row(static_cast<int>(cache), part, copy.to, 0),
+                      cache_row(static_cast<int>(cache), part, copy.from, 0), bytes);
+      }
+  }
+
+  std::vector<Allocation> plan_;
+  std::vector<GuardedBuffer> keys_, values_, rows_, ropes_, tables_;
+  GuardedBuffer ids_, positions_, sequences_, output_rows_, history_;
+  std::vector<SampleParams> sampling_;
+  std::vector<PageCopy> page_copies_;
+  std::vector<Sampled> sampled_;
+  SampleScratch scratch_;
+};
+
+}  // namespace beryl
