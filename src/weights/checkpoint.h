@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "weights/format.h"
+#include "weights/host_matrix.h"
 
 namespace beryl {
 
@@ -69,5 +70,19 @@ class Checkpoint {
 // path: a .gguf file (the first of a split set too), or a folder with config.json and model.safetensors or
 // model.safetensors.index.json. Throws Error(kBadInput, kUnsupported or kIo).
 std::unique_ptr<Checkpoint> open_checkpoint(const std::string& path);
+
+// The matrix a tensor holds: [n] is 1 x n, [] is 1 x 1, [stack, rows, cols] are experts. Takes in what lies beside it
+// (companions_of): the scale plane of a two-plane format, and GGUF's one-element "X.scale" beside a matrix "X.weight",
+// which becomes tensor_scale. Points into the checkpoint's mapping, which must outlive it, except where `storage` is
+// set. Throws Error(kBadInput or kUnsupported) naming the tensor when it is no weight, has a zero dimension or more
+// than three, or lacks its scales or has them in a wrong shape.
+HostMatrix matrix_of(const Checkpoint& checkpoint, const TensorInfo& tensor);
+
+// Names of the tensors that matrix_of(tensor) reads or rightly ignores besides the tensor itself, so that a loader can
+// tell which tensors nothing uses. (Ignored: "X.input_scale" and "X_input_scale"-like scales of activations.)
+std::vector<std::string> companions_of(const Checkpoint& checkpoint, const TensorInfo& tensor);
+
+// All weights of a tensor in f32, in its own order (decode_row). For vectors and tests; copies.
+std::vector<float> floats_of(const Checkpoint& checkpoint, const TensorInfo& tensor);
 
 }  // namespace beryl
