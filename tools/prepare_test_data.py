@@ -24,8 +24,8 @@ REQUIREMENTS = ORACLE / "requirements.txt"
 @dataclasses.dataclass(frozen=True)
 class Step:
     outputs: tuple             # paths below DIR
-    command: tuple             # script of tests/oracle and its arguments; {out} is DIR, {cache} the cache folder
-    inputs: tuple              # files besides the script, the requirements and ref_forward.py
+    command: tuple             # script of tests/oracle and its arguments; {out} is DIR
+    inputs: tuple              # the files it reads, besides the script itself
 
 
 def cached(bundle):
@@ -33,11 +33,17 @@ def cached(bundle):
 
 
 def steps():
+    models = cached("smollm2") + cached("gemma")
     golden = tuple(sorted(GOLDEN.glob("*/*.*")))
     names = sorted({path.parent.name for path in golden})
-    return [Step(tuple(f"golden-gguf/{kind}/{name}.gguf" for name in names),
-                 ("make_gguf.py", "--type", kind, "--out", f"{{out}}/golden-gguf/{kind}"), golden)
-            for kind in ("f32", "bf16")]
+    golden_gguf = [Step(tuple(f"golden-gguf/{kind}/{name}.gguf" for name in names),
+                        ("make_gguf.py", "--type", kind, "--out", f"{{out}}/golden-gguf/{kind}"),
+                        golden + (ORACLE / "ref_forward.py",))
+                   for kind in ("f32", "bf16")]
+    return golden_gguf + [
+        Step(("decode_cases.safetensors",),
+             ("make_decode_cases.py", "{out}/decode_cases.safetensors", *map(str, models)), models),
+    ]
 
 
 def note(text):
@@ -52,7 +58,7 @@ def python_environment():
     recipe = REQUIREMENTS.read_text()
     if python.exists() and made_from.exists() and made_from.read_text() == recipe:
         return python
-    note(f"making a Python environment in {folder}, once")
+    note(f"making a Python environment in {folder}")
     for command in ([sys.executable, "-m", "venv", "--clear", folder],
                     [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", REQUIREMENTS]):
         run = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -80,7 +86,7 @@ def prepare(out):
     python = None
     for step in steps():
         script = ORACLE / step.command[0]
-        inputs = (script, ORACLE / "ref_forward.py", REQUIREMENTS) + step.inputs
+        inputs = (script, REQUIREMENTS) + step.inputs
         absent = [str(path) for path in inputs if not path.exists()]
         if absent:
             note(f"{script.name} lacks {', '.join(absent)}; tests that need its results are skipped")
@@ -94,7 +100,7 @@ def prepare(out):
         for path in step.outputs:
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             (out / path).unlink(missing_ok=True)
-        arguments = [argument.format(out=out, cache=fetch_models.cache_folder()) for argument in step.command[1:]]
+        arguments = [argument.replace("{out}", str(out)) for argument in step.command[1:]]
         if subprocess.run([python, script, *arguments], stdin=subprocess.DEVNULL).returncode != 0:
             note(f"{script.name} failed")
             return False
