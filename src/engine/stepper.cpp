@@ -1,0 +1,82 @@
+#include "engine/stepper.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "base/error.h"
+
+namespace beryl {
+
+Stepper::Stepper(const Program& program, const RunLimits& run, Backend& backend)
+    : program_(program),
+      run_(run),
+      limits_(limits_for(program, run)),
+      executor_(backend.prepare(program, limits_)),
+      pages_(limits_),
+      lengths_(static_cast<size_t>(run.n_sequences), 0) {}
+
+void Stepper::reset(int sequence) {
+  pages_.release(sequence);
+  lengths_[static_cast<size_t>(sequence)] = 0;
+}
+
+void Stepper::set_rows(std::span<const SequenceRows> rows) {
+  input_.ids.clear();
+  input_.positions.clear();
+  input_.sequences.clear();
+  input_.output_rows.clear();
+  input_.sampling.clear();
+  advancing_.clear();
+  bool advances = true;
+  for (const SequenceRows& each : rows) {
+    const auto n = static_cast<int64_t>(each.ids.size());
+    const int64_t begin = length(each.sequence);
+    if (begin + n > run_.context)
+      throw Error(ErrorCode::kBadInput, fmt::format("{} tokens after {} do not fit the context of {}", n, begin, run_.context));
+    // A longer chunk would write over keys of a sliding layer that its own first tokens still read.
+    if (n > run_.chunk_tokens)
+      throw Error(ErrorCode::kBadInput, fmt::format("{} tokens of one sequence in a step, at most {} expected", n, run_.chunk_tokens));
+    if (!pages_.reserve(each.sequence, begin + n))
+      throw Error(ErrorCode::kOutOfMemory, fmt::format("no cache pages left for {} positions of a sequence", begin + n));
+    const auto first_row = static_cast<int32_t>(input_.ids.size());
+    for (int64_t i = 0; i < n; ++i) {
+      input_.ids.push_back(each.ids[static_cast<size_t>(i)]);
+      input_.positions.push_back(static_cast<int32_t>(begin + i));
+      input_.sequences.push_back(each.sequence);
+      const bool leaves = each.outputs == Outputs::kAll || (each.outputs == Outputs::kLast && i == n - 1);
+      if (!leaves) continue;
+      input_.output_rows.push_back(first_row + static_cast<int32_t>(i));
+      if (each.sampling != nullptr) {
+        input_.sampling.push_back(*each.sampling);
+        input_.sampling.back().draw = static_cast<uint64_t>(begin + i);
+      }
+    }
+    advances = advances && n == 1 && each.outputs == Outputs::kLast && each.sampling != nullptr;
+    if (advances) advancing_.push_back(each.sequence);
+  }
+  if (!advances) advancing_.clear();
+  input_.tables = pages_.tables();
+  executor_->set_input(input_);
+  for (const SequenceRows& each : rows)
+    lengths_[static_cast<size_t>(each.sequence)] += static_cast<int64_t>(each.ids.size());
+}
+
+void Stepper::run(std::span<const SequenceRows> rows, OpRange range) {
+  set_rows(rows);
+  // Advance is the last op; it makes sense only for steps of decode rows.
+  if (advancing_.empty()) range.end = std::min(range.end, program_.ops.size() - 1);
+  executor_->run(range);
+}
+
+void Stepper::advance() {
+  BERYL_CHECK(!advancing_.empty(), "advance follows a step of one sampled row a sequence");
+  for (int sequence : advancing_) {
+    int64_t& length = lengths_[static_cast<size_t>(sequence)];
+    BERYL_CHECK(length < run_.context && pages_.reserve(sequence, length + 1), "pages were reserved before advancing");
+    ++length;
+  }
+  executor_->run();
+}
+
+}  // namespace beryl

@@ -1,0 +1,44 @@
+// How much memory a model needs for a given context, before any of it is taken. The plan is what the backend allocates:
+// Backend::prepare is given these limits and allocates this list.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ops/backend.h"
+#include "ops/program.h"
+
+namespace beryl {
+
+// What a run wants; see limits_for.
+struct RunLimits {
+  int64_t context = 4096;        // positions a sequence may reach
+  int chunk_tokens = 256;        // rows of a prefill step, and so the slack of the sliding caches
+  int n_sequences = 1;           // at once; each has pages for its whole context
+  int n_outputs = 1;             // rows of a step that leave through the head
+  CacheType cache_type = CacheType::kDefault;
+};
+
+// A global table is as long as the context. A sliding layer's table wraps: it holds the window, one chunk and, because
+// either may begin inside a page, one page more. A token at position p reads (p - window, p], and a chunk is appended
+// before its first token is attended, so window - 1 + chunk positions are live at once.
+StepLimits limits_for(const Program& program, const RunLimits& run);
+
+struct MemoryPlan {
+  StepLimits limits;
+  std::vector<Allocation> allocations;
+
+  int64_t total(MemoryKind kind) const;
+  int64_t total() const;         // without mapped weights, which are pages of the file
+};
+
+MemoryPlan plan_memory(const Program& program, const RunLimits& run, const Backend& backend);
+
+// As `beryl inspect --plan` prints it: a line a kind, caches by group with their pages, the sum.
+std::string to_text(const MemoryPlan& plan, const Program& program);
+
+// "1.2 GB": decimal units, three digits.
+std::string human_bytes(int64_t bytes);
+
+}  // namespace beryl

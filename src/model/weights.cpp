@@ -1,0 +1,248 @@
+#include "model/weights.h"
+
+#include <cmath>
+#include <cstring>
+#include <unordered_set>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "base/error.h"
+#include "model/tensor_names.h"
+#include "weights/host_matrix.h"
+
+namespace beryl {
+namespace {
+
+// Rows [begin, begin + count) of every expert.
+HostMatrix row_slice(const HostMatrix& matrix, int64_t begin, int64_t count) {
+  HostMatrix slice = matrix;
+  slice.rows = count;
+  slice.codes += begin * row_bytes(matrix.format, matrix.cols);
+  if (slice.scales != nullptr) slice.scales += begin * row_scale_bytes(matrix.format, matrix.cols);
+  return slice;
+}
+
+// GGUF's llama rows lie in the order of interleaved rope pairs: within a head, row 2b + a holds what belongs to pair b's
+// element a. Whole rows move, so it works on quantised ones.
+HostMatrix undo_interleaving(const HostMatrix& matrix, int n_heads) {
+  const int64_t code_bytes = row_bytes(matrix.format, matrix.cols);
+  const int64_t scale_bytes = row_scale_bytes(matrix.format, matrix.cols);
+  const int64_t half = matrix.rows / n_heads / 2;
+  auto storage = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(matrix.rows * (code_bytes + scale_bytes)));
+  std::byte* codes = storage->data();
+  std::byte* scales = codes + matrix.rows * code_bytes;
+  for (int64_t head = 0; head < n_heads; ++head)
+    for (int64_t a = 0; a < 2; ++a)
+      for (int64_t b = 0; b < half; ++b) {
+        const int64_t to = head * 2 * half + a * half + b, from = head * 2 * half + 2 * b + a;
+        std::memcpy(codes + to * code_bytes, matrix.codes + from * code_bytes, static_cast<size_t>(code_bytes));
+        if (scale_bytes > 0)
+          std::memcpy(scales + to * scale_bytes, matrix.scales + from * scale_bytes, static_cast<size_t>(scale_bytes));
+      }
+  HostMatrix result = matrix;
+  result.codes = codes;
+  result.scales = scale_bytes > 0 ? scales : nullptr;
+  result.storage = std::move(storage);
+  return result;
+}
+
+// Parts of multimodal checkpoints that a text engine does not run, and buffers that old exporters saved.
+bool is_ignorable(std::string_view name) {
+  for (const char* part : {"vision_tower.", "vision_model.", "audio_tower.", "multi_modal_projector.", "embed_vision.",
+                           "embed_audio.", "vision_embedder.", "audio_embedder.", "rotary_emb.inv_freq"})
+    if (name.find(part) != std::string_view::npos) return true;
+  return false;
+}
+
+class Loader {
+ public:
+  Loader(const Checkpoint& checkpoint, const ModelConfig& config)
+      : checkpoint_(checkpoint), config_(config), names_(checkpoint), result_(std::make_unique<ModelWeights>()) {}
+
+  std::unique_ptr<ModelWeights> load() {
+    ModelWeights& w = *result_;
+    const int64_t width = config_.model_dim;
+    w.embedding = add("embedding", {matrix(Role::kEmbedding, -1, config_.vocab, width)});
+    w.output_norm = norm("output norm", Role::kOutputNorm, -1, width);
+    w.head = has(Role::kHead, -1) ? add("head", {matrix(Role::kHead, -1, config_.vocab, width)}) : w.embedding;
+    if (config_.per_layer_dim > 0) {
+      const int64_t all = config_.n_layers() * config_.per_layer_dim;
+      w.per_layer_embedding = add("per-layer embedding", {matrix(Role::kPerLayerEmbedding, -1, config_.vocab, all)});
+      HostMatrix projection = matrix(Role::kPerLayerModelProjection, -1, all, width);
+      projection.tensor_scale *= static_cast<float>(1 / std::sqrt(static_cast<double>(width)));
+      w.per_layer_model_projection = add("per-layer model projection", {projection});
+      w.per_layer_projection_norm = norm("per-layer projection norm", Role::kPerLayerProjectionNorm, -1, config_.per_layer_dim);
+    }
+    for (int i = 0; i < config_.n_layers(); ++i) w.layers.push_back(load_layer(i));
+    refuse_unused();
+    return std::move(result_);
+  }
+
+ private:
+  LayerWeights load_layer(int i) {
+    const LayerSpec& spec = config_.layers[static_cast<size_t>(i)];
+    const AttentionSpec& attention = spec.attention;
+    const int64_t width = config_.model_dim, d = attention.head_dim;
+    const int64_t q_rows = attention.n_heads * d, kv_rows = attention.n_kv_heads * d;
+    const auto label = [&](const char* what) { return fmt::format("layer {} {}", i, what); };
+    LayerWeights w;
+
+    w.attention_norm = norm(label("attention norm"), Role::kAttentionNorm, i, width);
+    std::vector<HostMatrix> qkv;
+    if (has(Role::kQkv, i)) {
+      const int64_t n_kv_parts = !spec.owns_cache(i) ? 0 : attention.v_from_k ? 1 : 2;
+      const HostMatrix fused = matrix(Role::kQkv, i, q_rows + n_kv_parts * kv_rows, width);
+      qkv.push_back(row_slice(fused, 0, q_rows));
+      for (int64_t part = 0; part < n_kv_parts; ++part) qkv.push_back(row_slice(fused, q_rows + part * kv_rows, kv_rows));
+    } else {
+      qkv.push_back(matrix(Role::kQ, i, q_rows, width));
+      if (spec.owns_cache(i)) {
+        qkv.push_back(matrix(Role::kK, i, kv_rows, width));
+        if (!attention.v_from_k) qkv.push_back(matrix(Role::kV, i, kv_rows, width));
+      }
+    }
+    if (config_.interleaved_rope) {
+      qkv[0] = undo_interleaving(qkv[0], attention.n_heads);
+      if (spec.owns_cache(i)) qkv[1] = undo_interleaving(qkv[1], attention.n_kv_heads);
+    }
+    w.qkv = add(label("qkv"), std::move(qkv));
+    if (attention.qk_norm) {
+      w.q_norm = norm(label("q norm"), Role::kQNorm, i, d);
+      if (spec.owns_cache(i)) w.k_norm = norm(label("k norm"), Role::kKNorm, i, d);
+    }
+    if (!spec.owns_cache(i))   // some files keep what a sharing layer never uses
+      for (Role role : {Role::kK, Role::kV, Role::kKNorm}) ignore(role, i);
+    w.attention_output = add(label("attention output"), {matrix(Role::kAttentionOutput, i, width, q_rows)});
+    if (spec.post_norms) w.post_attention_norm = norm(label("post-attention norm"), Role::kPostAttentionNorm, i, width);
+
+    w.ffn_norm = norm(label("ffn norm"), Role::kFfnNorm, i, width);
+    w.gate_up = add(label("gate|up"), {matrix(Role::kGate, i, spec.ffn.dim, width), matrix(Role::kUp, i, spec.ffn.dim, width)});
+    w.down = add(label("down"), {matrix(Role::kDown, i, width, spec.ffn.dim)});
+    if (spec.post_norms) w.post_ffn_norm = norm(label("post-ffn norm"), Role::kPostFfnNorm, i, width);
+    if (spec.ffn.n_experts > 0) load_experts(i, w);
+
+    if (config_.per_layer_dim > 0) {
+      w.per_layer_gate = add(label("per-layer gate"), {matrix(Role::kPerLayerGate, i, config_.per_layer_dim, width)});
+      w.per_layer_projection = add(label("per-layer projection"), {matrix(Role::kPerLayerProjection, i, width, config_.per_layer_dim)});
+      w.post_per_layer_norm = norm(label("post-per-layer norm"), Role::kPostPerLayerNorm, i, width);
+    }
+    if (spec.output_scale) w.output_scale = values(Role::kOutputScale, i, 1).front();
+    return w;
+  }
+
+  void load_experts(int i, LayerWeights& w) {
+    const FfnSpec& ffn = config_.layers[static_cast<size_t>(i)].ffn;
+    const int64_t width = config_.model_dim;
+    const auto label = [&](const char* what) { return fmt::format("layer {} {}", i, what); };
+    std::vector<float> scale = values(Role::kRouterScale, i, width);
+    for (float& value : scale) value = static_cast<float>(value / std::sqrt(static_cast<double>(width)));
+    w.router_norm = add_vector(label("router norm"), std::move(scale));
+    w.router = add(label("router"), {matrix(Role::kRouter, i, ffn.n_experts, width)});
+    w.expert_scale = add_vector(label("expert scale"), values(Role::kExpertScale, i, ffn.n_experts));
+    if (has(Role::kExpertGateUp, i)) {
+      const HostMatrix fused = matrix(Role::kExpertGateUp, i, 2 * ffn.expert_dim, width, ffn.n_experts);
+      w.expert_gate_up = add(label("expert gate|up"), {row_slice(fused, 0, ffn.expert_dim), row_slice(fused, ffn.expert_dim, ffn.expert_dim)});
+    } else {
+      w.expert_gate_up = add(label("expert gate|up"), {matrix(Role::kExpertGate, i, ffn.expert_dim, width, ffn.n_experts),
+                                                       matrix(Role::kExpertUp, i, ffn.expert_dim, width, ffn.n_experts)});
+    }
+    w.expert_down = add(label("expert down"), {matrix(Role::kExpertDown, i, width, ffn.expert_dim, ffn.n_experts)});
+    w.post_ffn_norm_1 = norm(label("post-ffn norm 1"), Role::kPostFfnNorm1, i, width);
+    w.pre_ffn_norm_2 = norm(label("pre-ffn norm 2"), Role::kPreFfnNorm2, i, width);
+    w.post_ffn_norm_2 = norm(label("post-ffn norm 2"), Role::kPostFfnNorm2, i, width);
+  }
+
+  std::string name_of(Role role, int layer) const { return names_.of(role, layer, config_.family); }
+  bool has(Role role, int layer) const { return checkpoint_.find(name_of(role, layer)) != nullptr; }
+
+  [[noreturn]] void refuse(const std::string& name, const std::string& what) const {
+    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor '{}' {}", checkpoint_.path(), name, what));
+  }
+
+  const TensorInfo& use(Role role, int layer, const std::string& expected_shape) {
+    const std::string name = name_of(role, layer);
+    const TensorInfo* tensor = checkpoint_.find(name);
+    if (tensor == nullptr) refuse(name, fmt::format("is missing, {} was expected", expected_shape));
+    used_.insert(name);
+    return *tensor;
+  }
+
+  HostMatrix matrix(Role role, int layer, int64_t rows, int64_t cols, int64_t stack = 1) {
+    const std::string expected = stack > 1 || role == Role::kExpertDown || role == Role::kExpertGateUp ||
+                                         role == Role::kExpertGate || role == Role::kExpertUp
+                                     ? fmt::format("[{}, {}, {}]", stack, rows, cols)
+                                     : fmt::format("[{}, {}]", rows, cols);
+    const TensorInfo& tensor = use(role, layer, expected);
+    HostMatrix result = matrix_of(checkpoint_, tensor);
+    for (const std::string& companion : companions_of(checkpoint_, tensor)) used_.insert(companion);
+    if (result.rows != rows || result.cols != cols || result.stack != stack)
+      refuse(tensor.name, fmt::format("is [{}], {} was expected", fmt::join(tensor.shape, ", "), expected));
+    return result;
+  }
+
+  std::vector<float> values(Role role, int layer, int64_t n) {
+    const std::string expected = fmt::format("[{}]", n);
+    const TensorInfo& tensor = use(role, layer, expected);
+    int64_t count = 1;
+    for (int64_t dim : tensor.shape) count *= dim;
+    if (tensor.shape.size() > 1 || count != n)
+      refuse(tensor.name, fmt::format("is [{}], {} was expected", fmt::join(tensor.shape, ", "), expected));
+    std::vector<float> result = floats_of(checkpoint_, tensor);
+    for (float value : result)
+      if (!std::isfinite(value)) refuse(tensor.name, fmt::format("holds {}, finite numbers were expected", value));
+    return result;
+  }
+
+  VectorRef norm(const std::string& label, Role role, int layer, int64_t n) {
+    std::vector<float> weight = values(role, layer, n);
+    if (config_.norm_plus_one)
+      for (float& value : weight) value += 1;
+    return add_vector(label, std::move(weight));
+  }
+
+  MatrixRef add(std::string label, std::vector<HostMatrix> parts) {
+    result_->set.matrices.push_back({std::move(label), std::move(parts)});
+    return {static_cast<int>(result_->set.matrices.size()) - 1};
+  }
+  VectorRef add_vector(std::string label, std::vector<float> values) {
+    result_->set.vectors.push_back({std::move(label), std::move(values)});
+    return {static_cast<int>(result_->set.vectors.size()) - 1};
+  }
+  void ignore(Role role, int layer) {
+    const std::string name = name_of(role, layer);
+    if (checkpoint_.find(name) == nullptr) return;
+    used_.insert(name);
+    result_->ignored.push_back(name);
+  }
+
+  void refuse_unused() {
+    used_.insert("rope_freqs.weight");   // read by the config
+    std::vector<std::string> unused;
+    for (const TensorInfo& tensor : checkpoint_.tensors()) {
+      if (used_.contains(tensor.name)) continue;
+      if (is_ignorable(tensor.name)) {
+        result_->ignored.push_back(tensor.name);
+      } else {
+        unused.push_back(tensor.name);
+      }
+    }
+    if (!unused.empty())
+      refuse(unused.front(), unused.size() == 1 ? "is used by nothing in this model"
+                                                : fmt::format("and {} others are used by nothing in this model", unused.size() - 1));
+  }
+
+  const Checkpoint& checkpoint_;
+  const ModelConfig& config_;
+  TensorNames names_;
+  std::unique_ptr<ModelWeights> result_;
+  std::unordered_set<std::string> used_;
+};
+
+}  // namespace
+
+std::unique_ptr<ModelWeights> load_weights(const Checkpoint& checkpoint, const ModelConfig& config) {
+  return Loader(checkpoint, config).load();
+}
+
+}  // namespace beryl
