@@ -65,7 +65,7 @@ require_packages() {
   log=$(mktemp)
   # shellcheck disable=SC2086  # $missing is a list of words
   if ! { "${as_root[@]}" apt-get update -q && "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-      apt-get install -q -y --no-install-recommends -o DPkg::Lock::Timeout=300 $missing; } > "$log" < /dev/null; then
+      apt-get install -q -y --no-install-recommends -o DPkg::Lock::Timeout=300 $missing; } > "$log" 2>&1 < /dev/null; then
     tail -n 20 "$log" >&2
     rm -f "$log"
     fail "the packages could not be installed; as root, run: apt-get update && apt-get install $missing"
