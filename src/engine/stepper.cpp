@@ -73,7 +73,12 @@ void Stepper::advance() {
   BERYL_CHECK(!advancing_.empty(), "advance follows a step of one sampled row a sequence");
   for (int sequence : advancing_) {
     int64_t& length = lengths_[static_cast<size_t>(sequence)];
-    BERYL_CHECK(length < run_.context && pages_.reserve(sequence, length + 1), "pages were reserved before advancing");
+    for (size_t group = 0; group < limits_.n_entries.size(); ++group) {
+      const int n_entries = limits_.n_entries[group];
+      const auto entry = static_cast<size_t>(sequence * n_entries + page_entry(length, n_entries));
+      BERYL_CHECK(length < run_.context && input_.tables[group][entry] >= 0,
+                  "advance finds its pages in the uploaded tables: reserve them before the first decode row");
+    }
     ++length;
   }
   executor_->run();

@@ -12,7 +12,7 @@ StepLimits limits_for(const Program& program, const RunLimits& run) {
   BERYL_CHECK(run.context >= 1 && run.chunk_tokens >= 1 && run.n_sequences >= 1 && run.n_outputs >= 1, "positive limits");
   StepLimits limits;
   limits.max_sequences = run.n_sequences;
-  limits.max_tokens = std::max(run.chunk_tokens, run.n_sequences);
+  limits.max_tokens = run.step_tokens > 0 ? run.step_tokens : std::max(run.chunk_tokens, run.n_sequences);
   limits.max_outputs = std::min(run.n_outputs, limits.max_tokens);
   limits.cache_type = run.cache_type;
   const int64_t global_entries = (run.context + kPageTokens - 1) / kPageTokens;

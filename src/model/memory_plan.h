@@ -14,7 +14,8 @@ namespace beryl {
 // What a run wants; see limits_for.
 struct RunLimits {
   int64_t context = 4096;        // positions a sequence may reach
-  int chunk_tokens = 256;        // rows of a prefill step, and so the slack of the sliding caches
+  int chunk_tokens = 256;        // rows of one sequence in a step, and so the slack of the sliding caches
+  int step_tokens = 0;           // rows of a step over all sequences; 0: the larger of chunk_tokens and n_sequences
   int n_sequences = 1;           // at once; each has pages for its whole context
   int n_outputs = 1;             // rows of a step that leave through the head
   CacheType cache_type = CacheType::kDefault;

@@ -1,0 +1,47 @@
+// One reply: prefill the prompt in chunks, then decode until something ends it. For programs that serve one person;
+// many requests at once are the scheduler's.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "engine/stepper.h"
+
+namespace beryl {
+
+enum class FinishReason : uint8_t {
+  kStop,        // a stop id was sampled (it is not in the reply)
+  kLength,      // max_new tokens
+  kContext,     // the context is full
+  kCancelled,   // on_token returned false
+  kFailed,      // the logits held NaN or infinity, or every token was banned
+};
+
+struct GenerateRequest {
+  std::vector<int32_t> prompt;          // at least one id; appended to what the sequence holds
+  int64_t max_new = INT64_MAX;
+  SampleParams sampling;
+  std::vector<int32_t> stop_ids;
+};
+
+struct GenerateResult {
+  FinishReason finish = FinishReason::kStop;
+  std::vector<int32_t> reply;           // without the stop id
+  std::vector<int32_t> unseen;          // the last sampled id, which no step has read yet: a continuation begins with it
+  int64_t prompt_tokens = 0;
+  double prefill_seconds = 0;           // until the first token was sampled
+  double decode_seconds = 0;            // for all tokens after the first
+  int64_t decode_tokens = 0;            // tokens sampled after the first
+};
+
+// on_token is called for each token of the reply as it is sampled; false ends it.
+// Error(kBadInput) when the prompt does not fit the context; the sequence is then as before.
+GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& request,
+                        const std::function<bool(const Sampled&)>& on_token);
+
+// Feeds ids in chunks of the stepper's chunk size; the last row of all is sampled when `sampling` is given.
+void prefill(Stepper& stepper, int sequence, std::span<const int32_t> ids, const SampleParams* sampling);
+
+}  // namespace beryl
