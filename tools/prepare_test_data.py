@@ -29,21 +29,27 @@ class Step:
 
 
 def cached(bundle):
+    """The files that fetch_models.py puts into the cache folder."""
     return tuple(fetch_models.cache_folder() / file.path for file in fetch_models.BUNDLES[bundle].files)
 
 
 def steps():
-    models = cached("smollm2") + cached("gemma")
+    (smollm2,), (gemma3,), (gemma4, llama3, gpt2) = cached("smollm2"), cached("gemma"), cached("vocab")
+    vocabularies = {"gemma4": gemma4, "gemma3": gemma3, "llama3": llama3, "smollm2": smollm2, "gpt2": gpt2}
     golden = tuple(sorted(GOLDEN.glob("*/*.*")))
     names = sorted({path.parent.name for path in golden})
     golden_gguf = [Step(tuple(f"golden-gguf/{kind}/{name}.gguf" for name in names),
                         ("make_gguf.py", "--type", kind, "--out", f"{{out}}/golden-gguf/{kind}"),
                         golden + (ORACLE / "ref_forward.py",))
                    for kind in ("f32", "bf16")]
-    return golden_gguf + [
-        Step(("decode_cases.safetensors",),
-             ("make_decode_cases.py", "{out}/decode_cases.safetensors", *map(str, models)), models),
-    ]
+    decode_cases = Step(("decode_cases.safetensors",),
+                        ("make_decode_cases.py", "{out}/decode_cases.safetensors", str(smollm2), str(gemma3)),
+                        (smollm2, gemma3))
+    tokenizers = [Step(tuple(f"tokenizers/{name}/{file}.json"
+                             for file in ("tokenizer", "tokenizer_config", "generation_config")),
+                       ("make_tokenizer_json.py", str(path), f"{{out}}/tokenizers/{name}"), (path,))
+                  for name, path in vocabularies.items()]
+    return [*golden_gguf, decode_cases, *tokenizers]
 
 
 def note(text):
@@ -87,7 +93,7 @@ def prepare(out):
     for step in steps():
         script = ORACLE / step.command[0]
         inputs = (script, REQUIREMENTS) + step.inputs
-        absent = [str(path) for path in inputs if not path.exists()]
+        absent = [str(path) for path in step.inputs if not path.exists()]
         if absent:
             note(f"{script.name} lacks {', '.join(absent)}; tests that need its results are skipped")
             continue
