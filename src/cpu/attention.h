@@ -1,0 +1,60 @@
+// Attention over the paged cache, for the rows of one step.
+//
+// The keys of a token are cut at absolute positions that are multiples of kSplitKeys. Each split gives an unnormalised
+// sum: o = Σ e^(s_m - m_max) · v_m, l = Σ e^(s_m - m_max), over the token's live keys in ascending order; splits are merged
+// from left to right. That order is fixed by the token's position alone, so the result depends neither on the other
+// tokens, nor on the chunk that the token came in, nor on threads. Only live keys are read: no row of the cache that no
+// token of the step may see, and a token's sums hold nothing but its own live keys.
+#pragma once
+
+#include <cstdint>
+
+namespace beryl {
+
+inline constexpr int kSplitKeys = 512;
+
+// Tokens [token_begin, token_begin + n_tokens) of one sequence, at consecutive positions, for one KV head and the query
+// heads that read it.
+struct AttentionTask {
+  const float* q = nullptr;         // of the first token and the first of the query heads: [n_tokens][group][head_dim]
+  int64_t q_stride = 0;             // floats from token to token
+  float* out = nullptr;             // like q
+  int64_t out_stride = 0;
+  int n_tokens = 0;
+  int group = 0;                    // query heads on this KV head
+  int head_dim = 0;
+  const float* keys = nullptr;      // pool of the layer: [n_pages][64][n_kv_heads][head_dim], at this KV head
+  const float* values = nullptr;
+  int64_t row_stride = 0;           // floats from one position of a page to the next: n_kv_heads · head_dim
+  const int32_t* table = nullptr;   // of the sequence: [n_entries]
+  int n_entries = 0;
+  int64_t position = 0;             // of the first token; the others follow
+  int window = 0;                   // 0: none
+  float scale = 1;
+  float softcap = 0;
+};
+
+// Most rows (tokens x heads of a group) of a task, unless one token alone has more.
+inline constexpr int kAttentionRows = 24;
+
+// Live keys of the token at `position`: [first_live_key, position].
+inline int64_t first_live_key(int64_t position, int window) {
+  return window == 0 || position < window ? 0 : position - window + 1;
+}
+
+// Floats of scratch for a task of n_rows = n_tokens · group rows; 64-byte aligned.
+int64_t attention_scratch_floats(int64_t n_rows, int head_dim);
+
+// The whole task.
+void run_attention(const AttentionTask& task, float* scratch);
+
+// For few tokens and long contexts: one split at a time, by different threads, and then the merge.
+// partial: [n_rows][partial_floats(head_dim)] of this split.
+inline int64_t partial_floats(int head_dim) { return (head_dim + 15) / 16 * 16 + 16; }  // o, m_max, l
+void run_attention_split(const AttentionTask& task, int64_t split, float* partial, float* scratch);
+// partials: [splits][n_rows][partial_floats(head_dim)], of the splits from first_split(task) to last_split(task).
+void merge_attention_splits(const AttentionTask& task, float* partials);
+inline int64_t first_split(const AttentionTask& task) { return first_live_key(task.position, task.window) / kSplitKeys; }
+inline int64_t last_split(const AttentionTask& task) { return (task.position + task.n_tokens - 1) / kSplitKeys; }
+
+}  // namespace beryl

@@ -1,0 +1,229 @@
+#include "cpu/linear.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "cpu/matrix_view.h"
+#include "cpu/simd.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/linear.cpp"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+#include "cpu/decode-inl.h"
+#include "cpu/math-inl.h"
+#include "cpu/norm-inl.h"
+#include "cpu/tile-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace beryl {
+namespace HWY_NAMESPACE {
+
+void pack(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const PackedTokens& packed,
+          int64_t tile_begin, int64_t tile_end) {
+  const int64_t cols = packed.cols, padded = PackedTokens::padded(cols);
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int n_tokens = packed.tokens_of(tile);
+    for (int t = 0; t < n_tokens; ++t) {
+      const int64_t token = tile * kTokenTile + t;
+      const float* from = x + (rows == nullptr ? token : rows[token]) * x_stride;
+      const float factor = norm_factor(from, cols, norm);
+      float* to = packed.tile(tile) + 16 * t;
+      for (int64_t c = 0; c < padded; c += 16, to += 16 * n_tokens)
+        store16(c < cols ? normed16(from, c, cols, norm, factor) : zero16(), to);
+    }
+  }
+}
+
+// ---- few tokens: decode in registers ------------------------------------------------------------------------------
+
+// Rows that are decoded side by side, so that their chains of sums overlap; limited by the registers.
+template <int kTokens>
+constexpr int kSideBySide = kParts == 1 ? 2 : (kParts == 2 && kTokens <= 2 ? 2 : 1);
+
+template <class Codec, int kUnit, int kRows, int kTokens>
+HWY_INLINE void dot_units(const uint8_t* const (&codes)[kRows], const typename Codec::Scales (&scales)[kRows],
+                          const float* x, Vec16 (&sums)[kRows][kTokens]) {
+  if constexpr (kUnit < Codec::kUnits) {
+    for (int r = 0; r < kRows; ++r) {
+      Vec16 low, high;
+      Codec::template decode<kUnit>(codes[r], scales[r], low, high);
+      for (int t = 0; t < kTokens; ++t) sums[r][t] = mul_add(low, load16(x + 16 * t), sums[r][t]);
+      for (int t = 0; t < kTokens; ++t) sums[r][t] = mul_add(high, load16(x + 16 * (kTokens + t)), sums[r][t]);
+    }
+    dot_units<Codec, kUnit + 1>(codes, scales, x + 32 * kTokens, sums);
+  }
+}
+
+// z[t][r] = W[row_begin + r] · x[t], r < n_rows; x packed as one tile of kTokens tokens. z rows are kMaxItemRows apart.
+template <class Codec, int kTokens>
+HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_rows, const float* x_begin, float* z) {
+  constexpr int kRows = kSideBySide<kTokens>;
+  constexpr int kColumns = 32 * Codec::kUnits;
+  for (int64_t r0 = 0; r0 < n_rows; r0 += kRows) {
+    const uint8_t* codes[kRows];
+    const uint8_t* row_scales[kRows];
+    Vec16 sums[kRows][kTokens];
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = row_begin + std::min(r0 + r, n_rows - 1);  // an odd last row is computed twice
+      codes[r] = view.row_codes(row);
+      row_scales[r] = view.row_scales(row);
+      for (int t = 0; t < kTokens; ++t) sums[r][t] = zero16();
+    }
+    const float* x = x_begin;
+    typename Codec::Scales scales[kRows];
+    for (int64_t block = 0; block < view.cols / kColumns; ++block) {
+      for (int r = 0; r < kRows; ++r) scales[r] = Codec::prepare(codes[r], row_scales[r]);
+      dot_units<Codec, 0, kRows, kTokens>(codes, scales, x, sums);
+      for (int r = 0; r < kRows; ++r) {
+        codes[r] += Codec::kCodeBytes;
+        row_scales[r] += Codec::kScaleBytes;
+      }
+      x += kColumns * kTokens;
+    }
+    if constexpr (HasPartialUnits<Codec>) {
+      if (const int64_t rest = view.cols % kColumns; rest > 0) {
+        PartialUnit partial[kRows];
+        for (int r = 0; r < kRows; ++r) {
+          partial[r].template fill<Codec>(codes[r], rest);
+          codes[r] = partial[r].codes;
+          scales[r] = Codec::prepare(codes[r], row_scales[r]);
+        }
+        dot_units<Codec, 0, kRows, kTokens>(codes, scales, x, sums);
+      }
+    }
+    for (int r = 0; r < kRows && r0 + r < n_rows; ++r)
+      for (int t = 0; t < kTokens; ++t) z[t * kMaxItemRows + r0 + r] = sum16(sums[r][t]);
+  }
+}
+
+void dot_few_tokens(const MatrixView& view, int64_t row_begin, int64_t n_rows, const float* x, int n_tokens, float* z) {
+  with_codec(view.format, [&](auto codec) HWY_ATTR {
+    using Codec = decltype(codec);
+    switch (n_tokens) {
+      case 1: return dot_rows<Codec, 1>(view, row_begin, n_rows, x, z);
+      case 2: return dot_rows<Codec, 2>(view, row_begin, n_rows, x, z);
+      case 3: return dot_rows<Codec, 3>(view, row_begin, n_rows, x, z);
+      default: return dot_rows<Codec, 4>(view, row_begin, n_rows, x, z);
+    }
+  });
+}
+
+// ---- many tokens: a panel of decoded rows --------------------------------------------------------------------------
+
+// panel: [ceil(n_rows / 4)][padded_cols / 16][4][16]; rows behind the last are copies of it.
+void decode_panel(const MatrixView& view, int64_t row_begin, int64_t n_rows, float* panel) {
+  const int64_t padded = PackedTokens::padded(view.cols);
+  with_codec(view.format, [&](auto codec) HWY_ATTR {
+    using Codec = decltype(codec);
+    for (int64_t r = 0; r < (n_rows + kRowTile - 1) / kRowTile * kRowTile; ++r) {
+      const int64_t row = row_begin + std::min(r, n_rows - 1);
+      float* to = panel + r / kRowTile * kRowTile * padded + r % kRowTile * 16;
+      decode_row_to<Codec>(view.row_codes(row), view.row_scales(row), view.cols, to, 16 * kRowTile);
+    }
+  });
+}
+
+// ---- both ----------------------------------------------------------------------------------------------------------
+
+// z of one or two parts, [n_tokens][kMaxItemRows] each, to y.
+void finish(const Product& product, int64_t row_begin, int64_t n_rows, int64_t token_begin, int n_tokens, float* z,
+            float* z_up) {
+  const Vec16 scale = set16(product.weight->tensor_scale);
+  const Vec16 up_scale = set16(product.up == nullptr ? 1.0f : product.up->tensor_scale);
+  const Vec16 cap = set16(product.softcap);
+  const Vec16 inverse_cap = set16(product.softcap == 0 ? 0 : 1 / product.softcap);
+  for (int t = 0; t < n_tokens; ++t) {
+    float* y = product.y + (token_begin + t) * product.y_stride + row_begin;
+    for (int64_t r = 0; r < n_rows; r += 16) {
+      const int64_t left = n_rows - r;
+      Vec16 value = load16(z + t * kMaxItemRows + r) * scale;
+      switch (product.epilogue) {
+        case Epilogue::kStore: break;
+        case Epilogue::kGatedGelu:
+          value = gelu16(value) * (load16(z_up + t * kMaxItemRows + r) * up_scale);
+          break;
+        case Epilogue::kGatedSilu:
+          value = silu16(value) * (load16(z_up + t * kMaxItemRows + r) * up_scale);
+          break;
+        case Epilogue::kGeluTimesOther:
+          value = gelu16(value) *
+                  load16_some(product.other + (token_begin + t) * product.other_stride + row_begin + r, left);
+          break;
+        case Epilogue::kSoftcap: value = cap * tanh16(value * inverse_cap); break;
+      }
+      store16_some(value, y + r, left);
+    }
+  }
+}
+
+void run(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
+         float* panel) {
+  alignas(64) float z[2][kTokenTile * kMaxItemRows];
+  const int64_t n_rows = row_end - row_begin;
+  const int n_parts = product.up == nullptr ? 1 : 2;
+  MatrixView views[2] = {view_of(*product.weight, product.expert),
+                         view_of(product.up == nullptr ? *product.weight : *product.up, product.expert)};
+  const PackedTokens& x = product.x;
+  // Lanes of z behind the last row are computed with and never stored; they hold zeros, not garbage, so that no
+  // denormals or NaNs slow the epilogue down.
+  std::memset(z, 0, sizeof(z));
+  if (x.n_tokens <= kFewTokens) {
+    for (int part = 0; part < n_parts; ++part)
+      dot_few_tokens(views[part], row_begin, n_rows, x.tile(0), x.tokens_of(0), z[part]);
+    return finish(product, row_begin, n_rows, 0, x.tokens_of(0), z[0], z[1]);
+  }
+  const int64_t padded = PackedTokens::padded(x.cols);
+  const int64_t n_groups = (n_rows + kRowTile - 1) / kRowTile;
+  float* panels[2] = {panel, panel + n_groups * kRowTile * padded};
+  for (int part = 0; part < n_parts; ++part) decode_panel(views[part], row_begin, n_rows, panels[part]);
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int n_tokens = x.tokens_of(tile);
+    for (int part = 0; part < n_parts; ++part)
+      for (int64_t group = 0; group < n_groups; ++group)
+        multiply_tile(panels[part] + group * kRowTile * padded, x.tile(tile), padded / 16, n_tokens,
+                      z[part] + group * kRowTile, kMaxItemRows);
+    finish(product, row_begin, n_rows, tile * kTokenTile, n_tokens, z[0], z[1]);
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace beryl
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace beryl {
+
+namespace {
+
+// 512 KB: half of the L2 cache of a core; what it must at least hold is one tile of rows of each part.
+constexpr int64_t kPanelFloats = 128 * 1024;
+
+}  // namespace
+
+HWY_EXPORT(pack);
+HWY_EXPORT(run);
+
+int64_t max_panel_rows(int64_t cols, bool gated) {
+  const int64_t row_floats = PackedTokens::padded(cols) * (gated ? 2 : 1);
+  return std::clamp<int64_t>(kPanelFloats / row_floats / kRowTile * kRowTile, kRowTile, kMaxItemRows);
+}
+
+int64_t panel_floats(int64_t cols, bool gated) {
+  return max_panel_rows(cols, gated) * PackedTokens::padded(cols) * (gated ? 2 : 1);
+}
+
+void pack_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const PackedTokens& packed,
+                 int64_t tile_begin, int64_t tile_end) {
+  HWY_DYNAMIC_DISPATCH(pack)(x, x_stride, rows, norm, packed, tile_begin, tile_end);
+}
+
+void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
+                 float* panel) {
+  BERYL_CHECK(row_end - row_begin <= kMaxItemRows, "rows of one item");
+  HWY_DYNAMIC_DISPATCH(run)(product, row_begin, row_end, tile_begin, tile_end, panel);
+}
+
+}  // namespace beryl
+#endif  // HWY_ONCE

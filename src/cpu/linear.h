@@ -1,0 +1,69 @@
+// y[t] = epilogue(W · norm(x[t])): the pieces of a Linear, which Experts and Route use too.
+//
+// Every W[r] · x[t] is one chain of sums in the order of vec16-inl.h over weights rounded to f32 (weights/decode.h), then
+// times the matrix's tensor_scale. Two loops give these same bits:
+//   few tokens (<= kFewTokens)   each weight is decoded in registers and multiplied with all tokens: a weight stream
+//   more tokens                  a panel of rows is decoded once to f32, sized for the L2 cache; then tiles of 4 rows x
+//                                6 tokens run over it from registers
+// So a token's result depends neither on the other tokens nor on how rows and tokens are shared among threads.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/row_norm.h"
+#include "ops/op.h"
+#include "weights/host_matrix.h"
+
+namespace beryl {
+
+inline constexpr int kTokenTile = 6;
+inline constexpr int kRowTile = 4;
+inline constexpr int kFewTokens = 4;
+inline constexpr int kMaxItemRows = 64;
+
+// Tokens as the products read them: tiles of kTokenTile tokens (the last one of what is left), each
+// [padded_cols / 16][tokens of the tile][16], zeros behind the last column.
+struct PackedTokens {
+  float* data = nullptr;            // packed_floats(n_tokens, cols), 64-byte aligned
+  int64_t n_tokens = 0;
+  int64_t cols = 0;
+
+  static int64_t padded(int64_t cols) { return (cols + 31) / 32 * 32; }
+  static int64_t packed_floats(int64_t n_tokens, int64_t cols) { return n_tokens * padded(cols); }
+  int64_t n_tiles() const { return (n_tokens + kTokenTile - 1) / kTokenTile; }
+  int tokens_of(int64_t tile) const {
+    const int64_t left = n_tokens - tile * kTokenTile;
+    return static_cast<int>(left < kTokenTile ? left : kTokenTile);
+  }
+  float* tile(int64_t index) const { return data + index * kTokenTile * padded(cols); }
+};
+
+// Norms and packs the tokens of tiles [tile_begin, tile_end). Token i is row (rows ? rows[i] : i) of x.
+void pack_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const PackedTokens& packed,
+                 int64_t tile_begin, int64_t tile_end);
+
+// One part of a Linear, or the two parts of a gated one.
+struct Product {
+  const HostMatrix* weight = nullptr;
+  const HostMatrix* up = nullptr;   // gated epilogues: `weight` is the gate
+  int64_t expert = 0;
+  PackedTokens x;
+  Epilogue epilogue = Epilogue::kStore;
+  float softcap = 0;
+  float* y = nullptr;               // [n_tokens][rows], rows y_stride apart
+  int64_t y_stride = 0;
+  const float* other = nullptr;     // kGeluTimesOther, like y
+  int64_t other_stride = 0;
+};
+
+// Most rows that one call of run_product may take: what fits a panel.
+int64_t max_panel_rows(int64_t cols, bool gated);
+// Floats of the panel that each thread brings along, 64-byte aligned.
+int64_t panel_floats(int64_t cols, bool gated);
+
+// Rows [row_begin, row_end) of y for the tokens of tiles [tile_begin, tile_end). At most kMaxItemRows rows, and where
+// n_tokens > kFewTokens at most max_panel_rows. panel is not used when n_tokens <= kFewTokens.
+void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
+                 float* panel);
+
+}  // namespace beryl

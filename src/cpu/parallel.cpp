@@ -1,0 +1,200 @@
+#include "cpu/parallel.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/error.h"
+
+namespace beryl {
+
+namespace {
+
+constexpr uint64_t kOpen = 1;
+constexpr uint64_t kOneWorker = 2;
+constexpr int kEpochShift = 32;
+constexpr uint64_t kWorkersMask = (uint64_t{1} << kEpochShift) - 1 - kOpen;
+// Longer than the serial stretches between the loops of a step, shorter than anything a user would see as load.
+constexpr std::chrono::microseconds kSpinTime{100};
+constexpr int kSpinsBetweenChecks = 32;
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+// The smallest quota of this process's control group and its ancestors, in CPUs; <= 0: none.
+double cgroup_quota() {
+  double smallest = 0;
+  const auto consider = [&](double quota) {
+    if (quota > 0 && (smallest <= 0 || quota < smallest)) smallest = quota;
+  };
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // "0::/a/b" (v2) or "4:cpu,cpuacct:/a/b" (v1)
+    const size_t first = line.find(':');
+    const size_t second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    std::string group = line.substr(second + 1);
+    const bool unified = controllers.empty();
+    if (!unified && controllers.find("cpu") == std::string::npos) continue;
+    for (;;) {
+      if (unified) {
+        consider(quota_of_cpu_max(read_file("/sys/fs/cgroup" + group + "/cpu.max")));
+      } else {
+        const std::string folder = "/sys/fs/cgroup/cpu" + group;
+        consider(quota_of_cpu_max(read_file(folder + "/cpu.cfs_quota_us") + " " +
+                                  read_file(folder + "/cpu.cfs_period_us")));
+      }
+      if (group.empty() || group == "/") break;
+      group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/'));
+    }
+  }
+  return smallest;
+}
+
+}  // namespace
+
+double quota_of_cpu_max(std::string_view text) {
+  double numbers[2] = {0, 0};
+  for (double& number : numbers) {
+    text.remove_prefix(std::min(text.find_first_not_of(" \n"), text.size()));
+    const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    if (error != std::errc{}) return 0;  // "max", or no such file
+    text.remove_prefix(static_cast<size_t>(rest - text.data()));
+  }
+  return numbers[0] > 0 && numbers[1] > 0 ? numbers[0] / numbers[1] : 0;
+}
+
+int usable_cores() {
+  int n_cores = static_cast<int>(std::thread::hardware_concurrency());
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) {
+    std::set<std::string> cores;  // by the list of their hardware threads; where it cannot be read, each counts
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (!CPU_ISSET(cpu, &allowed)) continue;
+      std::string siblings =
+          read_file(fmt::format("/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list", cpu));
+      cores.insert(siblings.empty() ? fmt::format("cpu {}", cpu) : std::move(siblings));
+    }
+    n_cores = static_cast<int>(cores.size());
+  }
+  const double quota = cgroup_quota();
+  if (quota > 0) n_cores = std::min(n_cores, static_cast<int>(std::ceil(quota)));
+  return std::max(n_cores, 1);
+}
+
+ThreadPool::ThreadPool(int n_threads) {
+  if (n_threads <= 0) n_threads = usable_cores();
+  workers_.reserve(static_cast<size_t>(n_threads - 1));
+  for (int thread = 1; thread < n_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_.store(true);
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::run(int64_t n_items, int64_t chunk, void* body, Call call) {
+  BERYL_CHECK(chunk > 0, "a chunk holds at least one item");
+  if (n_items <= 0) return;
+  if (workers_.empty() || n_items <= chunk) {
+    for (int64_t begin = 0; begin < n_items; begin += chunk) call(body, begin, std::min(begin + chunk, n_items), 0);
+    return;
+  }
+  body_ = body;
+  call_ = call;
+  n_items_ = n_items;
+  chunk_ = chunk;
+  next_item_.store(0, std::memory_order_relaxed);
+  const uint64_t epoch = (state_.load(std::memory_order_relaxed) >> kEpochShift) + 1;
+  // Sequentially consistent with the count of sleepers: either the worker sees the new loop before it sleeps, or this
+  // thread sees that it sleeps.
+  state_.store(epoch << kEpochShift | kOpen);
+  if (n_sleeping_.load() > 0) {
+    { const std::lock_guard lock(mutex_); }
+    wake_.notify_all();
+  }
+  take_items(0);
+  state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  for (int spins = 0; (state_.load(std::memory_order_acquire) & kWorkersMask) != 0; ++spins) {
+    if (spins < 2000) {
+      pause_briefly();
+    } else {
+      std::this_thread::yield();  // more threads than cores: a worker may be waiting for this one
+    }
+  }
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    error = std::exchange(error_, nullptr);
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void ThreadPool::take_items(int thread) noexcept {
+  for (;;) {
+    const int64_t begin = next_item_.fetch_add(chunk_, std::memory_order_relaxed);
+    if (begin >= n_items_) return;
+    try {
+      call_(body_, begin, std::min(begin + chunk_, n_items_), thread);
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      if (!error_) error_ = std::current_exception();
+      next_item_.store(n_items_, std::memory_order_relaxed);
+    }
+  }
+}
+
+void ThreadPool::work(int thread) {
+  uint64_t seen_epoch = 0;
+  const auto is_news = [&](uint64_t state) { return state >> kEpochShift != seen_epoch; };
+  for (;;) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    const auto spin_end = std::chrono::steady_clock::now() + kSpinTime;
+    while (!is_news(state) && !stop_.load(std::memory_order_relaxed)) {
+      for (int i = 0; i < kSpinsBetweenChecks && !is_news(state); ++i) {
+        pause_briefly();
+        state = state_.load(std::memory_order_acquire);
+      }
+      if (is_news(state) || std::chrono::steady_clock::now() < spin_end) continue;
+      std::unique_lock lock(mutex_);
+      n_sleeping_.fetch_add(1);
+      wake_.wait(lock, [&] { return is_news(state = state_.load()) || stop_.load(); });
+      n_sleeping_.fetch_sub(1);
+    }
+    if (stop_.load(std::memory_order_relaxed)) return;
+    seen_epoch = state >> kEpochShift;
+    while ((state & kOpen) != 0 && state >> kEpochShift == seen_epoch) {
+      if (!state_.compare_exchange_weak(state, state + kOneWorker, std::memory_order_acq_rel)) continue;
+      take_items(thread);
+      state_.fetch_sub(kOneWorker, std::memory_order_release);
+      break;
+    }
+  }
+}
+
+}  // namespace beryl

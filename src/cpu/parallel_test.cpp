@@ -1,0 +1,119 @@
+// What: the pool runs each item exactly once whatever the thread count, hands exceptions to the caller, survives them,
+//       and uses no CPU when idle.
+// How:  counters per item; loops of all sizes in quick succession (so that late workers meet the next loop); CPU time
+//       of the process over a pause.
+#include "cpu/parallel.h"
+
+#include <gtest/gtest.h>
+
+#include <time.h>
+
+#include <chrono>
+#include <stdexcept>
+#include <vector>
+
+namespace beryl {
+namespace {
+
+double process_cpu_seconds() {
+  timespec time;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+TEST(ThreadPoolTest, RunsEachItemOnce) {
+  for (const int n_threads : {1, 2, 3, 5}) {
+    ThreadPool pool(n_threads);
+    ASSERT_EQ(pool.n_threads(), n_threads);
+    for (const int64_t n_items : {0, 1, 2, 3, 7, 64, 1000}) {
+      for (const int64_t chunk : {1, 3, 64}) {
+        std::vector<int> count(static_cast<size_t>(n_items), 0);
+        pool.parallel_for(n_items, chunk, [&](int64_t begin, int64_t end, int thread) {
+          EXPECT_LT(begin, end);
+          EXPECT_LE(end - begin, chunk);
+          EXPECT_TRUE(thread >= 0 && thread < n_threads);
+          for (int64_t i = begin; i < end; ++i) ++count[static_cast<size_t>(i)];
+        });
+        EXPECT_EQ(count, std::vector<int>(static_cast<size_t>(n_items), 1)) << n_threads << " threads, " << n_items;
+      }
+    }
+  }
+}
+
+TEST(ThreadPoolTest, ManyShortLoopsInARow) {
+  ThreadPool pool(4);
+  std::vector<int64_t> per_thread(4 * 16, 0);  // one cache line each: a thread's number is its own while it runs
+  int64_t expected = 0;
+  for (int loop = 0; loop < 20000; ++loop) {
+    const int64_t n_items = loop % 9;
+    expected += n_items;
+    pool.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int thread) {
+      per_thread[static_cast<size_t>(thread) * 16] += end - begin;
+    });
+  }
+  int64_t total = 0;
+  for (const int64_t n : per_thread) total += n;
+  EXPECT_EQ(total, expected);
+}
+
+TEST(ThreadPoolTest, ResultsOfALoopAreVisibleToTheNext) {
+  ThreadPool pool(3);
+  std::vector<int64_t> values(97, 1);
+  for (int loop = 0; loop < 500; ++loop) {
+    std::vector<int64_t> next(values.size());
+    pool.parallel_for(97, 5, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i)
+        next[static_cast<size_t>(i)] = (values[static_cast<size_t>(i)] + values[static_cast<size_t>((i + 1) % 97)]) % 1009;
+    });
+    std::vector<int64_t> expected(values.size());
+    for (size_t i = 0; i < values.size(); ++i) expected[i] = (values[i] + values[(i + 1) % 97]) % 1009;
+    ASSERT_EQ(next, expected) << "loop " << loop;
+    values = next;
+    values[static_cast<size_t>(loop % 97)] += loop;
+  }
+}
+
+TEST(ThreadPoolTest, ThrowsTheFirstExceptionAndGoesOn) {
+  for (const int n_threads : {1, 4}) {
+    ThreadPool pool(n_threads);
+    for (int round = 0; round < 50; ++round) {
+      EXPECT_THROW(pool.parallel_for(100, 1,
+                                     [&](int64_t begin, int64_t, int) {
+                                       if (begin == round) throw std::runtime_error("item");
+                                     }),
+                   std::runtime_error);
+      std::atomic<int> n_run{0};
+      pool.parallel_for(100, 1, [&](int64_t, int64_t, int) { ++n_run; });
+      EXPECT_EQ(n_run.load(), 100);
+    }
+  }
+}
+
+TEST(ThreadPoolTest, SleepsWhenIdle) {
+  ThreadPool pool(4);
+  pool.parallel_for(100, 1, [](int64_t, int64_t, int) {});
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // more than the spinning time, on a busy machine too
+  const double before = process_cpu_seconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  EXPECT_LT(process_cpu_seconds() - before, 0.02);
+  std::atomic<int> n_run{0};
+  pool.parallel_for(100, 1, [&](int64_t, int64_t, int) { ++n_run; });
+  EXPECT_EQ(n_run.load(), 100);
+}
+
+TEST(UsableCoresTest, ReadsQuotas) {
+  EXPECT_DOUBLE_EQ(quota_of_cpu_max("150000 100000\n"), 1.5);
+  EXPECT_DOUBLE_EQ(quota_of_cpu_max("200000\n 100000\n"), 2.0);  // the two files of cgroup v1, joined
+  EXPECT_LE(quota_of_cpu_max("max 100000\n"), 0);
+  EXPECT_LE(quota_of_cpu_max("-1\n 100000\n"), 0);
+  EXPECT_LE(quota_of_cpu_max(""), 0);
+  EXPECT_LE(quota_of_cpu_max("100000"), 0);
+}
+
+TEST(UsableCoresTest, AreBetweenOneAndAllHardwareThreads) {
+  EXPECT_GE(usable_cores(), 1);
+  EXPECT_LE(usable_cores(), static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+}  // namespace beryl
