@@ -1,8 +1,8 @@
 // One model on disk: metadata and tensors, the same for a GGUF file and a Hugging Face folder.
 //
 // Everything is read-only and memory-mapped; spans stay valid for the checkpoint's lifetime. Opening validates the
-// whole header (sizes, offsets, overlaps, types) before anything is allocated, so a damaged file is one Error(kBadInput)
-// of one line that names the file, the field and its value.
+// whole header (sizes, offsets, overlaps, types), and no count in it is believed before the file's size backs it, so a
+// damaged file is one Error(kBadInput) of one line that names the file, the field and its value.
 #pragma once
 
 #include <cstddef>

@@ -39,7 +39,7 @@ struct FormatInfo {
   std::string_view name;     // "q4_k", as on the command line and in messages
   int block_weights;         // weights a block of the code plane holds along a row; rows are whole blocks
   int block_bytes;           // bytes of such a block
-  int scale_group;           // two-plane formats: columns a scale of the second plane covers (0: the whole row), else -1
+  int scale_group;           // two-plane formats: columns one scale covers (0: the whole row); else -1
   int scale_bytes;           // bytes of one such scale, else 0
 };
 

@@ -469,7 +469,8 @@ bool is_byte_token(std::string_view text) {
 void check_known_fields(const std::string& path, const GgufMetadata& metadata) {
   const Field* architecture = metadata.find("general.architecture");
   if (architecture != nullptr && architecture->type != kTypeString)
-    bad(path, fmt::format("'general.architecture' is {}, expected a string", metadata.describe("general.architecture")));
+    bad(path,
+        fmt::format("'general.architecture' is {}, expected a string", metadata.describe("general.architecture")));
   if (architecture != nullptr) {
     const std::string key = fmt::format("{}.block_count", text_at(architecture->data, architecture->count));
     const auto n_blocks = metadata.integer(key);

@@ -17,7 +17,8 @@ void decode_row(const HostMatrix& matrix, int64_t expert, int64_t row, float* ou
       matrix.codes + expert * matrix.stack_stride_bytes + row * row_bytes(matrix.format, matrix.cols);
   const std::byte* scales = nullptr;
   if (info(matrix.format).scale_group >= 0)
-    scales = matrix.scales + expert * matrix.stack_scale_stride_bytes + row * row_scale_bytes(matrix.format, matrix.cols);
+    scales =
+        matrix.scales + expert * matrix.stack_scale_stride_bytes + row * row_scale_bytes(matrix.format, matrix.cols);
 
   if (matrix.format == Format::kFp4G128) {
     decode_fp4_g128(codes, scales, matrix.cols / kFp4GroupWeights, out);

@@ -11,7 +11,8 @@
 
 namespace beryl {
 
-// W[stack][rows][cols], row-major. stack > 1 only for experts, which lie stack_stride_bytes apart.
+// W[stack][rows][cols], row-major. stack > 1 only for experts, which lie stack_stride_bytes apart. codes and scales may
+// lie at any address (files promise no alignment): read them with memcpy or unaligned loads.
 struct HostMatrix {
   std::string name;                       // the tensor's name in its file, for messages
   Format format = Format::kF32;

@@ -140,6 +140,7 @@ class ConfigMetadata final : public Metadata {
 
   std::string describe(std::string_view key) const override {
     const OrderedJson* value = find(key);
+    if (value == nullptr && find(root_, key) != nullptr) return "null";
     return value == nullptr ? "absent" : describe(*value);
   }
 
@@ -256,8 +257,8 @@ class HuggingFaceCheckpoint final : public Checkpoint {
           bad(index, fmt::format("'weight_map' gives {} a {}, expected a file name", quote(name), shard.type_name()));
         const auto& shard_name = shard.get_ref<const std::string&>();
         // Shards lie in the folder itself; nothing outside it is opened.
-        if (shard_name.empty() || shard_name.find('/') != std::string::npos || shard_name == "." || shard_name == ".." ||
-            shard_name.find('\0') != std::string::npos)
+        if (shard_name.empty() || shard_name == "." || shard_name == ".." ||
+            shard_name.find_first_of(std::string_view("/\0", 2)) != std::string::npos)
           bad(index, fmt::format("'weight_map' gives {} the file {}, expected a plain file name", quote(name),
                                  quote(shard_name)));
         names_of_shard[shard_name].push_back(name);

@@ -42,9 +42,10 @@ std::string quote(std::string_view text, size_t max_bytes) {
     if (at + step > max_bytes) break;
     const auto lead = static_cast<uint8_t>(text[at]);
     // C1 controls are C2 80 .. C2 9F; U+2028 and U+2029 (E2 80 A8, A9) end a line for some readers.
+    const std::string_view character = text.substr(at, step);
     const bool control = lead < 0x20 || lead == 0x7f ||
                          (lead == 0xc2 && length == 2 && static_cast<uint8_t>(text[at + 1]) < 0xa0) ||
-                         (length == 3 && (text.substr(at, 3) == "\xe2\x80\xa8" || text.substr(at, 3) == "\xe2\x80\xa9"));
+                         character == "\xe2\x80\xa8" || character == "\xe2\x80\xa9";
     if (length == 0 || control) {
       for (size_t i = at; i < at + step; ++i) out += fmt::format("\\x{:02x}", static_cast<uint8_t>(text[i]));
     } else {

@@ -305,8 +305,8 @@ void SafetensorsFile::apply_formats() {
     const FormatInfo& wanted = info(*format);
     if (tensor->format != Format::kU8 || tensor->shape.empty() || tensor->shape.back() % wanted.block_bytes != 0)
       throw Error(ErrorCode::kBadInput,
-                  fmt::format("{} gives {} the format {}, expected it to be U8 in rows of a multiple of {} bytes", where,
-                              quote(name), wanted.name, wanted.block_bytes));
+                  fmt::format("{} gives {} the format {}, expected it to be U8 in rows of a multiple of {} bytes",
+                              where, quote(name), wanted.name, wanted.block_bytes));
     // A block has at most 2 weights a byte and rows are shorter than the file, except for empty tensors.
     if (tensor->shape.back() > INT64_MAX / 4)
       throw Error(ErrorCode::kBadInput, fmt::format("{} names {}, whose rows of {} bytes are too long", where,

@@ -44,7 +44,8 @@ class SafetensorsFile {
   std::vector<std::pair<std::string, std::string>> metadata_;
 };
 
-// A single file as a checkpoint, its "__metadata__" strings as Metadata. For golden files and traces; models are folders.
+// A single file as a checkpoint, its "__metadata__" strings as Metadata. For golden files and traces; models are
+// folders.
 std::unique_ptr<Checkpoint> open_safetensors(const std::string& path);
 
 // What to write: format and logical shape. Quantised matrices become a U8 tensor (FP8: F8_E4M3) and, for two-plane
@@ -55,8 +56,9 @@ struct SafetensorsEntry {
   std::vector<int64_t> shape;  // outermost first; the last dimension of a quantised matrix must fit the format
 };
 
-// Writes PATH.partial-PID and renames it to PATH in finish(), so that PATH never holds half a file. Planes may be filled
-// in any order, each front to back in pieces of any size. Throws Error(kIo), or kBadInput for names that occur twice.
+// Writes PATH.partial-PID and renames it to PATH in finish(), so that PATH never holds half a file. Planes may be
+// filled in any order, each front to back in pieces of any size. Throws Error(kIo), or Error(kBadInput) for names that
+// occur twice.
 class SafetensorsWriter {
  public:
   SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
