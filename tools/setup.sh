@@ -100,12 +100,26 @@ require_build() {
     done
     [ ${#turned_on[@]} = 0 ] || configure "${turned_on[@]}"
   fi
-  if ! ninja -C build -n "$target" 2> /dev/null | grep -q 'no work to do'; then
-    note "building (minutes the first time)"
-  fi
-  local quiet=(--quiet)
-  [ ! -t 2 ] || quiet=()
-  ninja -C build "${quiet[@]}" "$target" >&2 || fail "the build failed, see above"
+  ninja -C build "$target" 2>&1 | show_build >&2 || fail "the build failed, see above"
+}
+
+# Of ninja's output: how far it is, on a terminal; what compilers say; nothing when there is nothing to do.
+show_build() {
+  local line is_building= clear=
+  while IFS= read -r line; do
+    case $line in
+      'ninja: Entering'* | 'ninja: no work'* | *'Re-checking globbed'* | *'Re-running CMake'* | *'-- '*) ;;
+      '['*/*']'*)
+        [ -n "$is_building" ] || note "building, some minutes the first time"
+        is_building=yes
+        if [ -t 2 ]; then
+          clear=$'\r\e[K'
+          printf '%s%s]' "$clear" "${line%%]*}"
+        fi ;;
+      *) printf '%s%s\n' "$clear" "$line" ;;
+    esac
+  done
+  printf '%s' "$clear"
 }
 
 # cmake's words are shown only when it fails: what matters of them the demo and the test say themselves.
