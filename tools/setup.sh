@@ -108,7 +108,8 @@ show_build() {
   local line is_building= clear=
   while IFS= read -r line; do
     case $line in
-      'ninja: Entering'* | 'ninja: no work'* | *'Re-checking globbed'* | *'Re-running CMake'* | *'-- '*) ;;
+      'ninja: Entering'* | 'ninja: no work'* | *'Re-checking globbed'* | *'Re-running CMake'*) ;;
+      '-- '* | $'\e[0m-- '*) ;;                             # cmake's, when it runs again
       '['*/*']'*)
         [ -n "$is_building" ] || note "building, some minutes the first time"
         is_building=yes
