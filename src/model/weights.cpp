@@ -55,17 +55,94 @@ bool is_ignorable(std::string_view name) {
   return false;
 }
 
-class Loader {
+class CheckpointSource final : public TensorSource {
  public:
-  Loader(const Checkpoint& checkpoint, const ModelConfig& config)
-      : checkpoint_(checkpoint), config_(config), names_(checkpoint), result_(std::make_unique<ModelWeights>()) {}
+  CheckpointSource(const Checkpoint& checkpoint, Family family) : checkpoint_(checkpoint), family_(family), names_(checkpoint) {}
 
-  std::unique_ptr<ModelWeights> load() {
+  bool has(Role role, int layer) const override { return checkpoint_.find(name_of(role, layer)) != nullptr; }
+
+  HostMatrix matrix(Role role, int layer, int64_t rows, int64_t cols, int64_t stack) override {
+    const bool stacks = role == Role::kExpertDown || role == Role::kExpertGateUp || role == Role::kExpertGate || role == Role::kExpertUp;
+    const std::string expected = stacks ? fmt::format("[{}, {}, {}]", stack, rows, cols) : fmt::format("[{}, {}]", rows, cols);
+    const TensorInfo& tensor = use(role, layer, expected);
+    HostMatrix result = matrix_of(checkpoint_, tensor);
+    for (const std::string& companion : companions_of(checkpoint_, tensor)) used_.insert(companion);
+    if (result.rows != rows || result.cols != cols || result.stack != stack)
+      refuse(tensor.name, fmt::format("is [{}], {} was expected", fmt::join(tensor.shape, ", "), expected));
+    return result;
+  }
+
+  std::vector<float> values(Role role, int layer, int64_t n) override {
+    const std::string expected = fmt::format("[{}]", n);
+    const TensorInfo& tensor = use(role, layer, expected);
+    int64_t count = 1;
+    for (int64_t dim : tensor.shape) count *= dim;
+    if (tensor.shape.size() > 1 || count != n)
+      refuse(tensor.name, fmt::format("is [{}], {} was expected", fmt::join(tensor.shape, ", "), expected));
+    std::vector<float> result = floats_of(checkpoint_, tensor);
+    for (float value : result)
+      if (!std::isfinite(value)) refuse(tensor.name, fmt::format("holds {}, finite numbers were expected", value));
+    return result;
+  }
+
+  void ignore(Role role, int layer) override {
+    const std::string name = name_of(role, layer);
+    if (checkpoint_.find(name) == nullptr) return;
+    used_.insert(name);
+    ignored_.push_back(name);
+  }
+
+  // Names that the model does not use; refuses those that no model should hold.
+  std::vector<std::string> take_ignored() {
+    used_.insert("rope_freqs.weight");   // read by the config
+    std::vector<std::string> unused;
+    for (const TensorInfo& tensor : checkpoint_.tensors()) {
+      if (used_.contains(tensor.name)) continue;
+      if (is_ignorable(tensor.name)) {
+        ignored_.push_back(tensor.name);
+      } else {
+        unused.push_back(tensor.name);
+      }
+    }
+    if (!unused.empty())
+      refuse(unused.front(), unused.size() == 1 ? "is used by nothing in this model"
+                                                : fmt::format("and {} others are used by nothing in this model", unused.size() - 1));
+    return std::move(ignored_);
+  }
+
+ private:
+  std::string name_of(Role role, int layer) const { return names_.of(role, layer, family_); }
+
+  [[noreturn]] void refuse(const std::string& name, const std::string& what) const {
+    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor '{}' {}", checkpoint_.path(), name, what));
+  }
+
+  const TensorInfo& use(Role role, int layer, const std::string& expected_shape) {
+    const std::string name = name_of(role, layer);
+    const TensorInfo* tensor = checkpoint_.find(name);
+    if (tensor == nullptr) refuse(name, fmt::format("is missing, {} was expected", expected_shape));
+    used_.insert(name);
+    return *tensor;
+  }
+
+  const Checkpoint& checkpoint_;
+  Family family_;
+  TensorNames names_;
+  std::unordered_set<std::string> used_;
+  std::vector<std::string> ignored_;
+};
+
+class Collector {
+ public:
+  Collector(TensorSource& source, const ModelConfig& config)
+      : source_(source), config_(config), result_(std::make_unique<ModelWeights>()) {}
+
+  std::unique_ptr<ModelWeights> collect() {
     ModelWeights& w = *result_;
     const int64_t width = config_.model_dim;
     w.embedding = add("embedding", {matrix(Role::kEmbedding, -1, config_.vocab, width)});
     w.output_norm = norm("output norm", Role::kOutputNorm, -1, width);
-    w.head = has(Role::kHead, -1) ? add("head", {matrix(Role::kHead, -1, config_.vocab, width)}) : w.embedding;
+    w.head = source_.has(Role::kHead, -1) ? add("head", {matrix(Role::kHead, -1, config_.vocab, width)}) : w.embedding;
     if (config_.per_layer_dim > 0) {
       const int64_t all = config_.n_layers() * config_.per_layer_dim;
       w.per_layer_embedding = add("per-layer embedding", {matrix(Role::kPerLayerEmbedding, -1, config_.vocab, all)});
@@ -75,7 +152,6 @@ class Loader {
       w.per_layer_projection_norm = norm("per-layer projection norm", Role::kPerLayerProjectionNorm, -1, config_.per_layer_dim);
     }
     for (int i = 0; i < config_.n_layers(); ++i) w.layers.push_back(load_layer(i));
-    refuse_unused();
     return std::move(result_);
   }
 
@@ -90,7 +166,7 @@ class Loader {
 
     w.attention_norm = norm(label("attention norm"), Role::kAttentionNorm, i, width);
     std::vector<HostMatrix> qkv;
-    if (has(Role::kQkv, i)) {
+    if (source_.has(Role::kQkv, i)) {
       const int64_t n_kv_parts = !spec.owns_cache(i) ? 0 : attention.v_from_k ? 1 : 2;
       const HostMatrix fused = matrix(Role::kQkv, i, q_rows + n_kv_parts * kv_rows, width);
       qkv.push_back(row_slice(fused, 0, q_rows));
@@ -112,7 +188,7 @@ class Loader {
       if (spec.owns_cache(i)) w.k_norm = norm(label("k norm"), Role::kKNorm, i, d);
     }
     if (!spec.owns_cache(i))   // some files keep what a sharing layer never uses
-      for (Role role : {Role::kK, Role::kV, Role::kKNorm}) ignore(role, i);
+      for (Role role : {Role::kK, Role::kV, Role::kKNorm}) source_.ignore(role, i);
     w.attention_output = add(label("attention output"), {matrix(Role::kAttentionOutput, i, width, q_rows)});
     if (spec.post_norms) w.post_attention_norm = norm(label("post-attention norm"), Role::kPostAttentionNorm, i, width);
 
@@ -127,7 +203,7 @@ class Loader {
       w.per_layer_projection = add(label("per-layer projection"), {matrix(Role::kPerLayerProjection, i, width, config_.per_layer_dim)});
       w.post_per_layer_norm = norm(label("post-per-layer norm"), Role::kPostPerLayerNorm, i, width);
     }
-    if (spec.output_scale) w.output_scale = values(Role::kOutputScale, i, 1).front();
+    if (spec.output_scale) w.output_scale = source_.values(Role::kOutputScale, i, 1).front();
     return w;
   }
 
@@ -135,12 +211,12 @@ class Loader {
     const FfnSpec& ffn = config_.layers[static_cast<size_t>(i)].ffn;
     const int64_t width = config_.model_dim;
     const auto label = [&](const char* what) { return fmt::format("layer {} {}", i, what); };
-    std::vector<float> scale = values(Role::kRouterScale, i, width);
+    std::vector<float> scale = source_.values(Role::kRouterScale, i, width);
     for (float& value : scale) value = static_cast<float>(value / std::sqrt(static_cast<double>(width)));
     w.router_norm = add_vector(label("router norm"), std::move(scale));
     w.router = add(label("router"), {matrix(Role::kRouter, i, ffn.n_experts, width)});
-    w.expert_scale = add_vector(label("expert scale"), values(Role::kExpertScale, i, ffn.n_experts));
-    if (has(Role::kExpertGateUp, i)) {
+    w.expert_scale = add_vector(label("expert scale"), source_.values(Role::kExpertScale, i, ffn.n_experts));
+    if (source_.has(Role::kExpertGateUp, i)) {
       const HostMatrix fused = matrix(Role::kExpertGateUp, i, 2 * ffn.expert_dim, width, ffn.n_experts);
       w.expert_gate_up = add(label("expert gate|up"), {row_slice(fused, 0, ffn.expert_dim), row_slice(fused, ffn.expert_dim, ffn.expert_dim)});
     } else {
@@ -153,49 +229,12 @@ class Loader {
     w.post_ffn_norm_2 = norm(label("post-ffn norm 2"), Role::kPostFfnNorm2, i, width);
   }
 
-  std::string name_of(Role role, int layer) const { return names_.of(role, layer, config_.family); }
-  bool has(Role role, int layer) const { return checkpoint_.find(name_of(role, layer)) != nullptr; }
-
-  [[noreturn]] void refuse(const std::string& name, const std::string& what) const {
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor '{}' {}", checkpoint_.path(), name, what));
-  }
-
-  const TensorInfo& use(Role role, int layer, const std::string& expected_shape) {
-    const std::string name = name_of(role, layer);
-    const TensorInfo* tensor = checkpoint_.find(name);
-    if (tensor == nullptr) refuse(name, fmt::format("is missing, {} was expected", expected_shape));
-    used_.insert(name);
-    return *tensor;
-  }
-
   HostMatrix matrix(Role role, int layer, int64_t rows, int64_t cols, int64_t stack = 1) {
-    const std::string expected = stack > 1 || role == Role::kExpertDown || role == Role::kExpertGateUp ||
-                                         role == Role::kExpertGate || role == Role::kExpertUp
-                                     ? fmt::format("[{}, {}, {}]", stack, rows, cols)
-                                     : fmt::format("[{}, {}]", rows, cols);
-    const TensorInfo& tensor = use(role, layer, expected);
-    HostMatrix result = matrix_of(checkpoint_, tensor);
-    for (const std::string& companion : companions_of(checkpoint_, tensor)) used_.insert(companion);
-    if (result.rows != rows || result.cols != cols || result.stack != stack)
-      refuse(tensor.name, fmt::format("is [{}], {} was expected", fmt::join(tensor.shape, ", "), expected));
-    return result;
-  }
-
-  std::vector<float> values(Role role, int layer, int64_t n) {
-    const std::string expected = fmt::format("[{}]", n);
-    const TensorInfo& tensor = use(role, layer, expected);
-    int64_t count = 1;
-    for (int64_t dim : tensor.shape) count *= dim;
-    if (tensor.shape.size() > 1 || count != n)
-      refuse(tensor.name, fmt::format("is [{}], {} was expected", fmt::join(tensor.shape, ", "), expected));
-    std::vector<float> result = floats_of(checkpoint_, tensor);
-    for (float value : result)
-      if (!std::isfinite(value)) refuse(tensor.name, fmt::format("holds {}, finite numbers were expected", value));
-    return result;
+    return source_.matrix(role, layer, rows, cols, stack);
   }
 
   VectorRef norm(const std::string& label, Role role, int layer, int64_t n) {
-    std::vector<float> weight = values(role, layer, n);
+    std::vector<float> weight = source_.values(role, layer, n);
     if (config_.norm_plus_one)
       for (float& value : weight) value += 1;
     return add_vector(label, std::move(weight));
@@ -209,40 +248,23 @@ class Loader {
     result_->set.vectors.push_back({std::move(label), std::move(values)});
     return {static_cast<int>(result_->set.vectors.size()) - 1};
   }
-  void ignore(Role role, int layer) {
-    const std::string name = name_of(role, layer);
-    if (checkpoint_.find(name) == nullptr) return;
-    used_.insert(name);
-    result_->ignored.push_back(name);
-  }
 
-  void refuse_unused() {
-    used_.insert("rope_freqs.weight");   // read by the config
-    std::vector<std::string> unused;
-    for (const TensorInfo& tensor : checkpoint_.tensors()) {
-      if (used_.contains(tensor.name)) continue;
-      if (is_ignorable(tensor.name)) {
-        result_->ignored.push_back(tensor.name);
-      } else {
-        unused.push_back(tensor.name);
-      }
-    }
-    if (!unused.empty())
-      refuse(unused.front(), unused.size() == 1 ? "is used by nothing in this model"
-                                                : fmt::format("and {} others are used by nothing in this model", unused.size() - 1));
-  }
-
-  const Checkpoint& checkpoint_;
+  TensorSource& source_;
   const ModelConfig& config_;
-  TensorNames names_;
   std::unique_ptr<ModelWeights> result_;
-  std::unordered_set<std::string> used_;
 };
 
 }  // namespace
 
+std::unique_ptr<ModelWeights> collect_weights(TensorSource& source, const ModelConfig& config) {
+  return Collector(source, config).collect();
+}
+
 std::unique_ptr<ModelWeights> load_weights(const Checkpoint& checkpoint, const ModelConfig& config) {
-  return Loader(checkpoint, config).load();
+  CheckpointSource source(checkpoint, config.family);
+  std::unique_ptr<ModelWeights> weights = collect_weights(source, config);
+  weights->ignored = source.take_ignored();
+  return weights;
 }
 
 }  // namespace beryl

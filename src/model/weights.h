@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "model/config.h"
+#include "model/tensor_names.h"
 #include "ops/op.h"
 #include "ops/weight_set.h"
 
@@ -46,7 +47,22 @@ struct ModelWeights {
   std::vector<std::string> ignored;   // tensors of parts that beryl does not run (vision, audio), by name
 };
 
-// Points into the checkpoint's mapping, which must outlive it.
+// Where the tensors of a model come from, by role: a checkpoint, or made up (synthetic.h).
+class TensorSource {
+ public:
+  virtual ~TensorSource() = default;
+  virtual bool has(Role role, int layer) const = 0;
+  // [stack][rows][cols]; throws Error naming the tensor when it is missing or of another shape.
+  virtual HostMatrix matrix(Role role, int layer, int64_t rows, int64_t cols, int64_t stack) = 0;
+  virtual std::vector<float> values(Role role, int layer, int64_t n) = 0;
+  // A tensor that the model rightly does not use, if the source has it.
+  virtual void ignore(Role role, int layer) = 0;
+};
+
+// Asks the source for every tensor of the model and folds them.
+std::unique_ptr<ModelWeights> collect_weights(TensorSource& source, const ModelConfig& config);
+
+// From a checkpoint, whose mapping must outlive the result. Also refuses tensors that nothing uses.
 std::unique_ptr<ModelWeights> load_weights(const Checkpoint& checkpoint, const ModelConfig& config);
 
 }  // namespace beryl

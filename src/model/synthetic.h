@@ -1,0 +1,28 @@
+// Models of true shapes with random weights, by name: speed and memory can be measured without anybody's weights.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "model/model.h"
+
+namespace beryl {
+
+// "gemma4-12b", "llama3.1-8b", ...: every size that the families' readers know.
+std::vector<std::string> synthetic_names();
+
+struct SyntheticFormats {
+  Format layers = Format::kFp4G128;
+  Format head = Format::kFp8;      // embedding and head, one matrix where the family ties them; per-layer table too
+};
+
+// Error(kBadInput) naming the known ones for an unknown name.
+ModelConfig synthetic_config(const std::string& name);
+
+// Rows that a format does not fit get Q4_0 or Q8_0 (as quantisers do), or BF16. All matrices of one format point into one
+// block of random data as large as the largest of them, so the model takes a fraction of its size on the host.
+// with_data false: shapes only (codes is null), for plans and op lists.
+Model make_synthetic_model(const std::string& name, const SyntheticFormats& formats, uint64_t seed, bool with_data);
+
+}  // namespace beryl
