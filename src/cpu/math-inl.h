@@ -3,7 +3,7 @@
 // Largest errors, measured against double over all magnitudes (math_test.cpp):
 //   exp    1.5 ulp where the result is a normal number; 0 below -87.33654, infinity above 88.72283
 //   tanh   2.5 ulp
-//   gelu, silu   2^-24 · (6 + 3 |a|) relative, a the argument of the exponential in z / (1 + e^a); in absolute terms
+//   gelu, silu   2^-24 · (6 + 4 |a|) relative, a the argument of the exponential in z / (1 + e^a); in absolute terms
 //                never more than 2^-22 · max(1, |z|)
 // NaN gives NaN.
 #if defined(BERYL_CPU_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)

@@ -140,9 +140,12 @@ class HostExecutor : public Executor {
   Real* cache_at(int cache, CachePart part, int32_t sequence, int64_t position) const {
     const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
     const int n_entries = limits_.n_entries[static_cast<size_t>(decl.group)];
-    const int32_t* table = tables_[static_cast<size_t>(decl.group)].as<int32_t>() + int64_t{sequence} * n_entries;
-    return cache_row(cache, part, table[(position / kPageTokens) % n_entries],
+    return cache_row(cache, part, page_table(decl.group, sequence)[(position / kPageTokens) % n_entries],
                      static_cast<int>(position % kPageTokens));
+  }
+  const int32_t* page_table(int group, int32_t sequence) const {  // [n_entries]
+    const auto index = static_cast<size_t>(group);
+    return tables_[index].as<int32_t>() + int64_t{sequence} * limits_.n_entries[index];
   }
   Real* cache_row(int cache, CachePart part, int page, int row) const {
     const auto& buffers = part == CachePart::kKeys ? keys_ : values_;

@@ -1,0 +1,514 @@
+// The CPU executor: looks up what an op names, cuts its work into items, and hands them to the pool. The arithmetic is in
+// linear.cpp, attention.cpp, elementwise.cpp and dequant.cpp.
+#include "cpu/cpu_backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "base/error.h"
+#include "cpu/attention.h"
+#include "cpu/dequant.h"
+#include "cpu/elementwise.h"
+#include "cpu/linear.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+#include "ops/host_executor.h"
+
+namespace beryl {
+namespace {
+
+bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
+
+// Attention of this many tokens at most may be cut along the keys; each needs room for its partial sums.
+constexpr int kMaxSplitTokens = 8;
+// Rows with fewer values in all are not worth waking the workers for.
+constexpr int64_t kValuesWorthAThread = 8192;
+
+// Floats of each scratch buffer, from the largest op that uses it.
+struct ScratchSizes {
+  int64_t packed = 0;           // tokens as products read them
+  int64_t panels = 0;           // a thread
+  int64_t attention = 0;        // a thread
+  int64_t partials = 0;         // attention splits
+  int64_t route_logits = 0;
+  int64_t expert_hidden = 0;    // [routes][expert_dim]
+  int64_t expert_outputs = 0;   // [routes][cols]
+  int64_t expert_indices = 0;   // int32: see Routing
+  int64_t n_experts = 0;
+  int64_t n_attention_tasks = 0;
+};
+
+class ScratchCounter {
+ public:
+  ScratchCounter(const Program& program, const StepLimits& limits) : program_(program), limits_(limits) {
+    for (const Op& op : program.ops) std::visit(*this, op);
+  }
+  const ScratchSizes& sizes() const { return sizes_; }
+
+  void operator()(const Linear& op) {
+    const RowCount count = program_.rows[static_cast<size_t>(op.x.slot)].count;
+    add_product(count == RowCount::kTokens ? limits_.max_tokens : limits_.max_outputs, op.x.cols, is_gated(op.epilogue));
+  }
+  void operator()(const Attention& op) {
+    const CacheDecl& cache = program_.caches[static_cast<size_t>(op.cache)];
+    const auto group_index = static_cast<size_t>(cache.group);
+    const int64_t heads_per_kv = op.n_heads / cache.n_kv_heads;
+    const int64_t n_rows = std::max<int64_t>(kAttentionRows, heads_per_kv);
+    grow(sizes_.attention, attention_scratch_floats(n_rows, cache.head_dim));
+    const int64_t window = program_.groups[group_index].window;
+    const int64_t context = int64_t{limits_.n_entries[group_index]} * kPageTokens;
+    const int64_t n_splits = (window == 0 ? context : std::min(window, context) + kMaxSplitTokens) / kSplitKeys + 2;
+    grow(sizes_.partials,
+         std::min(kMaxSplitTokens, limits_.max_tokens) * op.n_heads * n_splits * partial_floats(cache.head_dim));
+    grow(sizes_.n_attention_tasks, int64_t{limits_.max_tokens} * cache.n_kv_heads);
+  }
+  void operator()(const Route& op) {
+    add_product(limits_.max_tokens, op.x.cols, false);
+    grow(sizes_.route_logits, int64_t{limits_.max_tokens} * op.n_experts);
+  }
+  void operator()(const Experts& op) {
+    const int64_t n_routes = int64_t{limits_.max_tokens} * op.top_k;
+    const int64_t n_experts = program_.matrix(op.down).stack();
+    add_product(n_routes, op.x.cols, true);
+    add_product(n_routes, op.expert_dim, false);
+    grow(sizes_.expert_hidden, n_routes * op.expert_dim);
+    grow(sizes_.expert_outputs, n_routes * op.y.cols);
+    grow(sizes_.expert_indices, n_experts + 1 + 2 * n_routes);
+    grow(sizes_.n_experts, n_experts);
+  }
+  void operator()(const Embed&) {}
+  void operator()(const QkvFinish&) {}
+  void operator()(const AddNorm&) {}
+  void operator()(const GatherRows&) {}
+  void operator()(const Sample&) {}
+  void operator()(const Advance&) {}
+  void operator()(const CopyPages&) {}
+
+ private:
+  static void grow(int64_t& size, int64_t needed) { size = std::max(size, needed); }
+  void add_product(int64_t n_tokens, int64_t cols, bool gated) {
+    grow(sizes_.packed, PackedTokens::packed_floats(n_tokens, cols));
+    if (n_tokens > kFewTokens) grow(sizes_.panels, panel_floats(cols, gated));
+  }
+
+  const Program& program_;
+  const StepLimits& limits_;
+  ScratchSizes sizes_;
+};
+
+int64_t whole_lines(int64_t n_floats) { return (n_floats + 15) / 16 * 16; }
+
+std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
+  std::vector<Allocation> plan;
+  const auto add = [&](const char* label, int64_t n_floats) {
+    plan.push_back({MemoryKind::kActivations, label, n_floats * static_cast<int64_t>(sizeof(float))});
+  };
+  add("scratch: packed tokens", sizes.packed);
+  add("scratch: weight panels", whole_lines(sizes.panels) * n_threads);
+  add("scratch: attention", whole_lines(sizes.attention) * n_threads);
+  add("scratch: attention splits", sizes.partials);
+  add("scratch: router logits", sizes.route_logits);
+  add("scratch: expert hidden", sizes.expert_hidden);
+  add("scratch: expert outputs", sizes.expert_outputs);
+  add("scratch: expert indices", sizes.expert_indices);
+  return plan;
+}
+
+std::vector<Allocation> plan_all(const Program& program, const StepLimits& limits, int n_threads) {
+  std::vector<Allocation> plan = plan_host_buffers(program, limits, sizeof(float));
+  for (Allocation& each : plan_scratch(ScratchCounter(program, limits).sizes(), n_threads)) plan.push_back(std::move(each));
+  return plan;
+}
+
+class CpuExecutor final : public HostExecutor<float> {
+ public:
+  CpuExecutor(const Program& program, const StepLimits& limits, std::shared_ptr<ThreadPool> pool)
+      : HostExecutor<float>(program, limits),
+        owned_pool_(std::move(pool)),
+        pool_(*owned_pool_),
+        sizes_(ScratchCounter(program_, limits_).sizes()) {
+    for (const Allocation& each : plan_scratch(sizes_, pool_.n_threads()))
+      scratch_.emplace_back(each.label, static_cast<size_t>(each.bytes));
+    jobs_.reserve(static_cast<size_t>(std::max<int64_t>(sizes_.n_experts, 16)));
+    tasks_.reserve(static_cast<size_t>(sizes_.n_attention_tasks));
+  }
+
+  std::vector<Allocation> allocations() const override {
+    std::vector<Allocation> all = HostExecutor<float>::allocations();
+    for (Allocation& each : plan_scratch(sizes_, pool_.n_threads())) all.push_back(std::move(each));
+    return all;
+  }
+  std::vector<std::string> damaged_guards() override {
+    std::vector<std::string> labels = HostExecutor<float>::damaged_guards();
+    for (const GuardedBuffer& buffer : scratch_)
+      if (buffer.damaged()) labels.push_back(buffer.label());
+    return labels;
+  }
+
+ protected:
+  void execute(const Op& op) override {
+    std::visit([this](const auto& each) { run_op(each); }, op);
+  }
+
+ private:
+  enum Scratch { kPacked, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices };
+  float* scratch(Scratch which) const { return scratch_[static_cast<size_t>(which)].as<float>(); }
+  float* thread_scratch(Scratch which, int64_t n_floats, int thread) const {
+    return scratch(which) + thread * whole_lines(n_floats);
+  }
+
+  RowNorm row_norm(const Norm& norm) const { return {norm.present, vector_values(norm.weight), norm.eps}; }
+
+  // body(row) for each row; threads only where there is enough to do.
+  template <class Body>
+  void for_rows(int64_t n, int64_t values_per_row, const Body& body) {
+    const int64_t chunk = std::clamp<int64_t>(kValuesWorthAThread / std::max<int64_t>(values_per_row, 1), 1, n);
+    pool_.parallel_for(n, chunk, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) body(i);
+    });
+  }
+
+  void run_op(const Sample&) { BERYL_CHECK(false, "run by HostExecutor"); }
+  void run_op(const Advance&) { BERYL_CHECK(false, "run by HostExecutor"); }
+  void run_op(const CopyPages&) { BERYL_CHECK(false, "run by HostExecutor"); }
+
+  void run_op(const Embed& op) {
+    const HostMatrix& table = program_.matrix(op.table).parts.front();
+    for_rows(n_tokens_, op.out.cols, [&](int64_t t) { dequantize_row_scaled(table, 0, id(t), op.scale, row(op.out, t)); });
+  }
+
+  void run_op(const GatherRows& op) {
+    for (int64_t i = 0; i < n_outputs_; ++i) std::copy_n(row(op.x, output_row(i)), op.x.cols, row(op.out, i));
+  }
+
+  void run_op(const AddNorm& op) {
+    const RowNorm norm = row_norm(op.norm);
+    for_rows(n_rows(op.y), op.y.cols, [&](int64_t t) {
+      add_norm_row(op.base.present() ? row(op.base, t) : nullptr, row(op.y, t), op.y.cols,
+                   op.group > 0 ? op.group : op.y.cols, norm, op.scale, row(op.out, t));
+    });
+  }
+
+  void run_op(const QkvFinish& op) {
+    const int64_t d = op.head_dim;
+    const int64_t k_begin = op.n_heads * d;
+    const int64_t v_begin = op.v_from_k ? k_begin : k_begin + op.n_kv_heads * d;
+    const RowNorm q_norm = row_norm(op.q_norm), k_norm = row_norm(op.k_norm), v_norm = row_norm(op.v_norm);
+    for_rows(n_tokens_, op.qkv.cols, [&](int64_t t) {
+      float* qkv = row(op.qkv, t);
+      const float* rope = op.rope < 0 ? nullptr : rope_of(op.rope, t);
+      for (int64_t head = 0; head < op.n_heads; ++head) finish_head(qkv + head * d, d, q_norm, rope, qkv + head * d);
+      if (op.n_kv_heads == 0) return;
+      float* keys = cache_at(op.cache, CachePart::kKeys, sequence(t), position(t));
+      float* values = cache_at(op.cache, CachePart::kValues, sequence(t), position(t));
+      for (int64_t head = 0; head < op.n_kv_heads; ++head) {
+        finish_head(qkv + k_begin + head * d, d, k_norm, rope, keys + head * d);
+        finish_head(qkv + v_begin + head * d, d, v_norm, nullptr, values + head * d);
+      }
+    });
+  }
+
+  // ---- products ------------------------------------------------------------------------------------------------------
+
+  // A Product cut into blocks of rows and of token tiles, which are the items of a loop.
+  struct Job {
+    Product product;
+    int64_t n_rows = 0;
+    int64_t first_item = 0;
+    int64_t block_rows = 0;
+    int64_t n_row_blocks = 0;
+    int64_t n_token_blocks = 0;
+  };
+
+  void add_job(const Product& product) { jobs_.push_back({product, product.weight->rows}); }
+
+  PackedTokens pack(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, int64_t n_tokens,
+                    int64_t cols, float* to) {
+    const PackedTokens packed{to, n_tokens, cols};
+    const int64_t chunk = std::max<int64_t>(1, kValuesWorthAThread / (kTokenTile * cols));
+    pool_.parallel_for(packed.n_tiles(), chunk, [&](int64_t begin, int64_t end, int) {
+      pack_tokens(x, x_stride, rows, norm, packed, begin, end);
+    });
+    return packed;
+  }
+
+  // Runs and forgets all jobs.
+  void run_jobs() {
+    constexpr int64_t kItemsPerThread = 6;   // so that the last ones to finish do not leave the others idle for long
+    constexpr int64_t kTilesWorthAPanel = 16;  // tokens that pay for decoding a panel once more
+    int64_t total_rows = 0, n_items = 0;
+    for (const Job& job : jobs_) total_rows += job.n_rows;
+    const int64_t n_threads = pool_.n_threads();
+    for (Job& job : jobs_) {
+      const Product& p = job.product;
+      int64_t rows = total_rows / (n_threads * kItemsPerThread) / kRowTile * kRowTile;
+      const bool few = p.x.n_tokens <= kFewTokens;
+      rows = std::clamp<int64_t>(rows, kRowTile,
+                                 few ? kMaxItemRows : max_panel_rows(p.x.cols, p.up != nullptr));
+      job.block_rows = rows;
+      job.n_row_blocks = (job.n_rows + rows - 1) / rows;
+      job.n_token_blocks = 1;
+      const int64_t row_blocks_of_all = total_rows / rows + 1;
+      if (!few && row_blocks_of_all < n_threads * kItemsPerThread)
+        job.n_token_blocks = std::clamp<int64_t>(p.x.n_tiles() / kTilesWorthAPanel, 1,
+                                                 n_threads * kItemsPerThread / row_blocks_of_all + 1);
+      job.first_item = n_items;
+      n_items += job.n_row_blocks * job.n_token_blocks;
+    }
+    pool_.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int thread) {
+      float* panel = thread_scratch(kPanels, sizes_.panels, thread);
+      for (int64_t item = begin; item < end; ++item) {
+        const Job& job = *(std::upper_bound(jobs_.begin(), jobs_.end(), item,
+                                            [](int64_t value, const Job& each) { return value < each.first_item; }) -
+                           1);
+        const int64_t row_block = (item - job.first_item) / job.n_token_blocks;
+        const int64_t token_block = (item - job.first_item) % job.n_token_blocks;
+        const int64_t n_tiles = job.product.x.n_tiles();
+        run_product(job.product, row_block * job.block_rows, std::min((row_block + 1) * job.block_rows, job.n_rows),
+                    n_tiles * token_block / job.n_token_blocks, n_tiles * (token_block + 1) / job.n_token_blocks, panel);
+      }
+    });
+    jobs_.clear();
+  }
+
+  void run_op(const Linear& op) {
+    const WeightMatrix& weight = program_.matrix(op.weight);
+    Product product;
+    product.x = pack(row(op.x, 0), row_stride(op.x), nullptr, row_norm(op.norm), n_rows(op.x), op.x.cols, scratch(kPacked));
+    product.epilogue = op.epilogue;
+    product.softcap = op.softcap;
+    product.y = row(op.y, 0);
+    product.y_stride = row_stride(op.y);
+    if (op.epilogue == Epilogue::kGeluTimesOther) {
+      product.other = row(op.other, 0);
+      product.other_stride = row_stride(op.other);
+    }
+    if (is_gated(op.epilogue)) {
+      product.weight = &weight.parts[0];
+      product.up = &weight.parts[1];
+      add_job(product);
+    } else {
+      for (const HostMatrix& part : weight.parts) {
+        product.weight = &part;
+        add_job(product);
+        product.y += part.rows;
+        if (product.other != nullptr) product.other += part.rows;
+      }
+    }
+    run_jobs();
+  }
+
+  void run_op(const Route& op) {
+    Product product;
+    product.x = pack(row(op.x, 0), row_stride(op.x), nullptr, row_norm(op.norm), n_tokens_, op.x.cols, scratch(kPacked));
+    product.weight = &program_.matrix(op.weight).parts.front();
+    product.y = scratch(kRouteLogits);
+    product.y_stride = op.n_experts;
+    add_job(product);
+    run_jobs();
+    const float* expert_scale = vector_values(op.expert_scale);
+    for_rows(n_tokens_, op.n_experts * op.top_k, [&](int64_t t) {
+      const float* z = scratch(kRouteLogits) + t * op.n_experts;
+      float* routes = row(op.routes, t);
+      // Selection by the logits, which order as the probabilities do; Σ over all experts cancels in p_e / Σ p.
+      for (int i = 0; i < op.top_k; ++i) {
+        int best = -1;
+        for (int e = 0; e < op.n_experts; ++e) {
+          const bool is_taken = std::find(routes, routes + i, static_cast<float>(e)) != routes + i;
+          if (!is_taken && (best < 0 || z[e] > z[best])) best = e;
+        }
+        routes[i] = static_cast<float>(best);
+      }
+      double sum = 0;
+      const double largest = z[static_cast<int>(routes[0])];
+      for (int i = 0; i < op.top_k; ++i) sum += std::exp(z[static_cast<int>(routes[i])] - largest);
+      for (int i = 0; i < op.top_k; ++i) {
+        const int expert = static_cast<int>(routes[i]);
+        const double share = std::exp(z[expert] - largest) / sum;
+        routes[op.top_k + i] = static_cast<float>(share * (expert_scale == nullptr ? 1.0 : expert_scale[expert]));
+      }
+    });
+  }
+
+  // Routes sorted by expert: those of expert e are [first_of_expert[e], first_of_expert[e + 1]).
+  struct Routing {
+    int32_t* first_of_expert;   // [n_experts + 1]
+    int32_t* token_of_route;    // [n_routes], sorted; ascending tokens within an expert
+    int32_t* route_of_term;     // [n_tokens][top_k]: where in the sorted order the token's i-th route is
+  };
+
+  Routing sort_routes(const Experts& op, int64_t n_experts) const {
+    Routing routing;
+    routing.first_of_expert = scratch_[kExpertIndices].as<int32_t>();
+    routing.token_of_route = routing.first_of_expert + n_experts + 1;
+    routing.route_of_term = routing.token_of_route + n_tokens_ * op.top_k;
+    std::fill_n(routing.first_of_expert, n_experts + 1, 0);
+    for (int64_t t = 0; t < n_tokens_; ++t)
+      for (int i = 0; i < op.top_k; ++i) ++routing.first_of_expert[static_cast<int>(row(op.routes, t)[i]) + 1];
+    std::partial_sum(routing.first_of_expert, routing.first_of_expert + n_experts + 1, routing.first_of_expert);
+    for (int64_t t = 0; t < n_tokens_; ++t)
+      for (int i = 0; i < op.top_k; ++i) {
+        const int32_t route = routing.first_of_expert[static_cast<int>(row(op.routes, t)[i])]++;
+        routing.token_of_route[route] = static_cast<int32_t>(t);
+        routing.route_of_term[t * op.top_k + i] = route;
+      }
+    for (int64_t e = n_experts; e > 0; --e) routing.first_of_expert[e] = routing.first_of_expert[e - 1];
+    routing.first_of_expert[0] = 0;
+    return routing;
+  }
+
+  void run_op(const Experts& op) {
+    const WeightMatrix& gate_up = program_.matrix(op.gate_up);
+    const HostMatrix& down = program_.matrix(op.down).parts.front();
+    const Routing routing = sort_routes(op, down.stack);
+    const auto pack_expert = [&](int64_t begin, int64_t end, const float* x, int64_t stride, const int32_t* rows,
+                                 const RowNorm& norm, int64_t cols) {
+      return pack(x, stride, rows, norm, end - begin, cols, scratch(kPacked) + begin * PackedTokens::padded(cols));
+    };
+    const auto for_experts = [&](const auto& body) {
+      for (int64_t e = 0; e < down.stack; ++e)
+        if (routing.first_of_expert[e] < routing.first_of_expert[e + 1])
+          body(e, routing.first_of_expert[e], routing.first_of_expert[e + 1]);
+    };
+    float* hidden = scratch(kExpertHidden);
+    for_experts([&](int64_t expert, int64_t begin, int64_t end) {
+      Product product;
+      product.x = pack_expert(begin, end, row(op.x, 0), row_stride(op.x), routing.token_of_route + begin,
+                              row_norm(op.norm), op.x.cols);
+      product.expert = expert;
+      product.weight = &gate_up.parts[0];
+      product.up = &gate_up.parts[1];
+      product.epilogue = Epilogue::kGatedGelu;
+      product.y = hidden + begin * op.expert_dim;
+      product.y_stride = op.expert_dim;
+      add_job(product);
+    });
+    run_jobs();
+    float* outputs = scratch(kExpertOutputs);
+    for_experts([&](int64_t expert, int64_t begin, int64_t end) {
+      Product product;
+      product.x = pack_expert(begin, end, hidden + begin * op.expert_dim, op.expert_dim, nullptr, RowNorm{}, op.expert_dim);
+      product.expert = expert;
+      product.weight = &down;
+      product.y = outputs + begin * op.y.cols;
+      product.y_stride = op.y.cols;
+      add_job(product);
+    });
+    run_jobs();
+    for_rows(n_tokens_, op.y.cols * op.top_k, [&](int64_t t) {
+      weighted_sum_row(outputs, op.y.cols, routing.route_of_term + t * op.top_k, row(op.routes, t) + op.top_k, op.top_k,
+                       op.y.cols, row(op.y, t));
+    });
+  }
+
+  // ---- attention -------------------------------------------------------------------------------------------------------
+
+  void make_attention_tasks(const Attention& op) {
+    const CacheDecl& cache = program_.caches[static_cast<size_t>(op.cache)];
+    const int group = op.n_heads / cache.n_kv_heads;
+    const int64_t max_tokens = std::max(1, kAttentionRows / group);
+    tasks_.clear();
+    for (int64_t begin = 0; begin < n_tokens_;) {
+      int64_t end = begin + 1;
+      while (end < n_tokens_ && end - begin < max_tokens && sequence(end) == sequence(begin)) ++end;
+      AttentionTask task;
+      task.n_tokens = static_cast<int>(end - begin);
+      task.q_stride = row_stride(op.q);
+      task.out_stride = row_stride(op.out);
+      task.group = group;
+      task.head_dim = cache.head_dim;
+      task.row_stride = cache_row_values(op.cache);
+      task.table = page_table(cache.group, sequence(begin));
+      task.n_entries = limits_.n_entries[static_cast<size_t>(cache.group)];
+      task.position = position(begin);
+      task.window = program_.groups[static_cast<size_t>(cache.group)].window;
+      task.scale = op.scale;
+      task.softcap = op.softcap;
+      for (int64_t kv_head = 0; kv_head < cache.n_kv_heads; ++kv_head) {
+        const int64_t q_offset = kv_head * group * cache.head_dim;
+        task.q = row(op.q, begin) + q_offset;
+        task.out = row(op.out, begin) + q_offset;
+        task.keys = cache_row(op.cache, CachePart::kKeys, 0, 0) + kv_head * cache.head_dim;
+        task.values = cache_row(op.cache, CachePart::kValues, 0, 0) + kv_head * cache.head_dim;
+        tasks_.push_back(task);
+      }
+      begin = end;
+    }
+  }
+
+  void run_op(const Attention& op) {
+    make_attention_tasks(op);
+    const auto n_tasks = static_cast<int64_t>(tasks_.size());
+    int64_t n_splits = 0;
+    for (const AttentionTask& task : tasks_) n_splits += last_split(task) - first_split(task) + 1;
+    if (n_tokens_ <= kMaxSplitTokens && n_tasks < 4 * pool_.n_threads() && n_splits > n_tasks)
+      return attend_by_splits(n_splits);
+    pool_.parallel_for(n_tasks, 1, [&](int64_t begin, int64_t end, int thread) {
+      for (int64_t i = begin; i < end; ++i)
+        run_attention(tasks_[static_cast<size_t>(i)], thread_scratch(kAttention, sizes_.attention, thread));
+    });
+  }
+
+  void attend_by_splits(int64_t n_splits) {
+    // Item i is split i of the tasks' splits put end to end; its partial sums lie in that order too.
+    const auto locate = [&](int64_t item, const auto& body) {
+      float* partials = scratch(kPartials);
+      for (const AttentionTask& task : tasks_) {
+        const int64_t n = last_split(task) - first_split(task) + 1;
+        const int64_t split_floats = int64_t{task.n_tokens} * task.group * partial_floats(task.head_dim);
+        if (item < n) return body(task, first_split(task) + item, partials + item * split_floats);
+        item -= n;
+        partials += n * split_floats;
+      }
+    };
+    pool_.parallel_for(n_splits, 1, [&](int64_t begin, int64_t end, int thread) {
+      for (int64_t i = begin; i < end; ++i)
+        locate(i, [&](const AttentionTask& task, int64_t split, float* partial) {
+          run_attention_split(task, split, partial, thread_scratch(kAttention, sizes_.attention, thread));
+        });
+    });
+    float* partials = scratch(kPartials);
+    for (const AttentionTask& task : tasks_) {
+      merge_attention_splits(task, partials);
+      partials += (last_split(task) - first_split(task) + 1) * int64_t{task.n_tokens} * task.group *
+                  partial_floats(task.head_dim);
+    }
+  }
+
+  const std::shared_ptr<ThreadPool> owned_pool_;   // shared with the backend, which may end first
+  ThreadPool& pool_;
+  const ScratchSizes sizes_;
+  std::vector<GuardedBuffer> scratch_;   // in the order of enum Scratch
+  std::vector<Job> jobs_;                // of the op that runs; capacity set at the start
+  std::vector<AttentionTask> tasks_;
+};
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(int n_threads) : pool_(std::make_shared<ThreadPool>(n_threads)) {}
+  std::string_view name() const override { return "cpu"; }
+  std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const override {
+    return plan_all(program, limits, pool_->n_threads());
+  }
+  std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
+    check_shapes(program);
+    return std::make_unique<CpuExecutor>(program, limits, pool_);
+  }
+
+ private:
+  std::shared_ptr<ThreadPool> pool_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cpu_backend(int n_threads) {
+  choose_cpu_target_from_environment();
+  return std::make_unique<CpuBackend>(n_threads);
+}
+
+}  // namespace beryl
