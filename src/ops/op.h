@@ -60,7 +60,7 @@ struct Linear {
   Norm norm;
   Rows y;                           // y has as many rows as x
   Epilogue epilogue = Epilogue::kStore;
-  Rows other;                       // kGeluTimesOther: [rows][cols of y]
+  Rows other = {};                  // kGeluTimesOther: [rows][cols of y]
   float softcap = 0;                // kSoftcap
 };
 

@@ -20,7 +20,7 @@ struct SampleParams {
   uint64_t draw = 0;                // counter of this draw (the row's position): the random number is philox(seed, draw)
   int32_t n_logprobs = -1;          // -1: none; n >= 0: the chosen token's log-probability and the n best, of the
                                     // unmodified logits (before bias, mask, penalties and temperature)
-  std::vector<std::pair<int32_t, float>> logit_bias;   // (id, added value); -infinity bans
+  std::vector<std::pair<int32_t, float>> logit_bias = {};   // (id, added value); -infinity bans
   const uint32_t* allowed = nullptr;   // bit mask [ceil(vocab / 32)], bit id%32 of word id/32 set: allowed; null: all
 };
 
