@@ -41,15 +41,17 @@ float as_f16(float x) { return f16_to_f32(f32_to_f16(x)); }
 float as_bf16(float x) { return bf16_to_f32(f32_to_bf16(x)); }
 float as_is(float x) { return x; }
 
-// The values that codes stand for before scaling.
+// The values that codes stand for before scaling. Where they are symmetric, scales are made positive.
 template <int kLow, int kHigh>
 struct Integers {
+  static constexpr bool kSymmetric = kLow == -kHigh;
   float operator()(float x) const {
     return round_to_integer(std::min(std::max(x, static_cast<float>(kLow)), static_cast<float>(kHigh)));
   }
 };
 
 struct E2m1 {
+  static constexpr bool kSymmetric = true;
   float operator()(float x) const {
     const float magnitude = std::min(std::fabs(x), 6.0f);
     const float step = magnitude < 2.0f ? 0.5f : magnitude < 4.0f ? 1.0f : 2.0f;
@@ -108,7 +110,7 @@ struct ScaleFit {
 template <class Nearest, class Round>
 ScaleFit fit_scale(const float* x, const float* w, int n, std::span<const float> targets, Nearest nearest,
                    Round round) {
-  const float peak = peak_of(x, n);
+  const float peak = Nearest::kSymmetric ? std::fabs(peak_of(x, n)) : peak_of(x, n);
   ScaleFit best;
   if (peak == 0.0f) return {0.0f, 0.0f};
   for (const float target : targets) {
