@@ -1,0 +1,193 @@
+// beryl bench: how fast a model runs, in llama-bench's terms, and where the time of a token goes.
+#include <algorithm>
+#include <ctime>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "cli/commands.h"
+#include "cli/console.h"
+#include "cli/device.h"
+#include "cli/options.h"
+#include "engine/bench.h"
+#include "model/memory_plan.h"
+#include "model/model.h"
+#include "model/synthetic.h"
+
+namespace beryl::cli {
+namespace {
+
+struct BenchOptions {
+  std::string model;
+  std::string synthetic;
+  std::string format = "fp4_g128";
+  std::string head = "fp8";
+  DeviceOptions device;
+  std::string prompts = "512";
+  std::string gens = "128";
+  std::string depths = "0";
+  std::string streams = "1";
+  std::string allocated = "0";
+  std::string cache = "default";
+  int64_t chunk_tokens = 512;
+  int64_t n_repetitions = 5;
+  std::string output = "md";
+  bool ops = false;
+};
+
+CacheType cache_type(const std::string& name) {
+  if (name == "f32") return CacheType::kF32;
+  if (name == "bf16") return CacheType::kBf16;
+  if (name == "fp8") return CacheType::kFp8;
+  return CacheType::kDefault;
+}
+
+Format format_option(const char* option, const std::string& name) {
+  const std::optional<Format> format = format_by_name(name);
+  if (!format || *format == Format::kI32 || *format == Format::kI64 || *format == Format::kU8)
+    throw UsageError(fmt::format("{}: '{}' is no weight format; fp4_g128, q4_0, q4_k, q8_0, fp8, bf16 are some", option, name));
+  return *format;
+}
+
+std::vector<int64_t> counts(const char* option, const std::string& list) {
+  std::vector<int64_t> values;
+  try {
+    for (int32_t value : parse_ids(list, int64_t{1} << 30)) values.push_back(value);
+  } catch (const UsageError& error) {
+    throw UsageError(fmt::format("{}: {}", option, error.what()));
+  }
+  return values;
+}
+
+std::string test_name(const BenchCase& what) {
+  std::string name = what.n_prompt > 0 ? fmt::format("pp{}", what.n_prompt) : fmt::format("tg{}", what.n_gen);
+  if (what.n_depth > 0) name += fmt::format(" @ d{}", what.n_depth);
+  if (what.n_streams > 1) name += fmt::format(" x{}", what.n_streams);
+  if (what.allocated > 0) name += fmt::format(" of {}", what.allocated);
+  return name;
+}
+
+// llama-bench's field names, so that its readers read this too.
+nlohmann::json to_json(const BenchResult& result, const Model& model, const Backend& backend, const BenchOptions& options) {
+  int64_t bytes = 0, parameters = 0;
+  for (const WeightMatrix& matrix : model.weights->set.matrices) {
+    bytes += matrix.bytes();
+    parameters += matrix.rows() * matrix.cols() * matrix.stack();
+  }
+  std::vector<int64_t> nanoseconds;
+  const auto tokens = static_cast<double>((result.what.n_prompt + result.what.n_gen) * result.what.n_streams);
+  for (double speed : result.tokens_per_second) nanoseconds.push_back(static_cast<int64_t>(tokens / speed * 1e9));
+  return {{"backends", backend.name()},
+          {"model_filename", options.model},
+          {"model_type", options.synthetic.empty() ? model.config.name
+                                                   : fmt::format("{} {} head {}", options.synthetic, options.format, options.head)},
+          {"model_size", bytes},
+          {"model_n_params", parameters},
+          {"n_batch", options.chunk_tokens},
+          {"n_threads", options.device.n_threads},
+          {"type_k", options.cache},
+          {"type_v", options.cache},
+          {"n_prompt", result.what.n_prompt},
+          {"n_gen", result.what.n_gen},
+          {"n_depth", result.what.n_depth},
+          {"n_streams", result.what.n_streams},
+          {"n_allocated", result.what.allocated},
+          {"test_time", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)))},
+          {"avg_ts", result.mean()},
+          {"stddev_ts", result.standard_deviation()},
+          {"median_ts", result.median()},
+          {"samples_ts", result.tokens_per_second},
+          {"samples_ns", nanoseconds}};
+}
+
+void print_ops(const Model& model, Backend& backend, const BenchOptions& options, int64_t depth) {
+  const StepTiming timing = time_ops(model.program, backend, depth, cache_type(options.cache), static_cast<int>(options.n_repetitions));
+  std::string text = fmt::format("| op | layer | us | MB | GB/s |\n|---|---:|---:|---:|---:|\n");
+  double sum = 0;
+  for (const OpTiming& op : timing.ops) {
+    const int layer = model.program.layer_of_op[op.op];
+    sum += op.microseconds;
+    text += fmt::format("| {} | {} | {:.1f} | {:.3f} | {:.1f} |\n", op_name(model.program.ops[op.op]), layer, op.microseconds,
+                        static_cast<double>(op.bytes) * 1e-6, static_cast<double>(op.bytes) / op.microseconds * 1e-3);
+  }
+  text += fmt::format("\nops one by one: {:.1f} us; the step as a whole: {:.1f} us\n", sum, timing.step_microseconds);
+  write_output(text);
+}
+
+int bench(const BenchOptions& options) {
+  if (options.model.empty() == options.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
+  const std::unique_ptr<Backend> backend = make_backend(options.device);
+  const Model model = options.synthetic.empty()
+                          ? open_model(options.model)
+                          : make_synthetic_model(options.synthetic,
+                                                 {format_option("--format", options.format), format_option("--head", options.head)}, 1, true);
+  if (options.ops) {
+    for (int64_t depth : counts("-d", options.depths)) print_ops(model, *backend, options, depth);
+    return 0;
+  }
+  std::vector<BenchCase> cases;
+  for (int64_t depth : counts("-d", options.depths))
+    for (int64_t streams : counts("-b", options.streams))
+      for (int64_t allocated : counts("--allocate", options.allocated)) {
+        for (int64_t n : counts("-p", options.prompts))
+          if (n > 0) cases.push_back({n, 0, depth, static_cast<int>(streams), allocated});
+        for (int64_t n : counts("-n", options.gens))
+          if (n > 0) cases.push_back({0, n, depth, static_cast<int>(streams), allocated});
+      }
+  if (cases.empty()) throw UsageError("nothing to measure: -p and -n are both 0");
+  for (const BenchCase& what : cases)
+    if (what.n_streams < 1) throw UsageError("-b: at least one stream was expected");
+
+  nlohmann::json all = nlohmann::json::array();
+  if (options.output == "md") write_output("| test | t/s | sd | median |\n|---|---:|---:|---:|\n");
+  for (const BenchCase& what : cases) {
+    const BenchResult result = run_bench_case(model.program, *backend, what, static_cast<int>(options.chunk_tokens),
+                                              cache_type(options.cache), static_cast<int>(options.n_repetitions));
+    if (options.output == "md") {
+      write_output(fmt::format("| {} | {:.2f} | {:.2f} | {:.2f} |\n", test_name(what), result.mean(), result.standard_deviation(),
+                               result.median()));
+    } else {
+      all.push_back(to_json(result, model, *backend, options));
+    }
+  }
+  if (options.output == "json") write_output(all.dump(2) + "\n");
+  return 0;
+}
+
+}  // namespace
+
+Command add_bench_command(CLI::App& program) {
+  CLI::App* app = program.add_subcommand("bench", "Measure how fast a model runs");
+  auto options = std::make_shared<BenchOptions>();
+  app->add_option("MODEL", options->model, "a GGUF file or a Hugging Face folder")->type_name("");
+  app->add_option("--synthetic", options->synthetic, "instead of MODEL: random weights in the true shapes of " +
+                                                         fmt::format("{}", fmt::join(synthetic_names(), ", ")))->type_name("NAME");
+  app->add_option("--format", options->format, "synthetic: format of the layers' weights")->type_name("FORMAT")->capture_default_str();
+  app->add_option("--head", options->head, "synthetic: format of embedding and head")->type_name("FORMAT")->capture_default_str();
+  add_device_options(*app, options->device);
+  app->add_option("-p", options->prompts, "prompt lengths, with commas; 0: none")->type_name("N,...")->capture_default_str();
+  app->add_option("-n", options->gens, "tokens to decode, with commas; 0: none")->type_name("N,...")->capture_default_str();
+  app->add_option("-d", options->depths, "positions already in the cache, with commas")->type_name("N,...")->capture_default_str();
+  app->add_option("-b", options->streams, "sequences at once, with commas")->type_name("N,...")->capture_default_str();
+  app->add_option("--allocate", options->allocated, "positions the cache is made for, with commas; 0: as many as needed")
+      ->type_name("N,...")->capture_default_str();
+  add_choice(*app, "--cache", options->cache, {"default", "f32", "bf16", "fp8"}, "element type of the cache");
+  add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 20, "rows of a prefill step");
+  add_integer(*app, "-r", options->n_repetitions, 1, 10000, "repetitions, after one that is not counted");
+  add_choice(*app, "-o", options->output, {"md", "json"}, "output: a Markdown table, or JSON with llama-bench's field names");
+  app->add_flag("--ops", options->ops, "time each op of a decode step at each depth of -d");
+  app->footer(
+      "Examples:\n"
+      "  beryl bench model.gguf\n"
+      "  beryl bench model.gguf -p 0 -n 64 -d 0,4096 -o json\n"
+      "  beryl bench --synthetic gemma4-12b --format q4_0 -b 1,4");
+  return {app, [options] { return bench(*options); }};
+}
+
+}  // namespace beryl::cli

@@ -1,0 +1,21 @@
+// The program's subcommands: each adds itself, its options and its help to the program. One file a subcommand.
+#pragma once
+
+#include <functional>
+
+#include <CLI/CLI.hpp>
+
+namespace beryl::cli {
+
+struct Command {
+  CLI::App* app;               // parsed() tells whether it was chosen
+  std::function<int()> run;    // returns the exit status; throws UsageError or Error. Owns the parsed options
+};
+
+Command add_run_command(CLI::App& program);
+Command add_inspect_command(CLI::App& program);
+Command add_tokenize_command(CLI::App& program);
+Command add_trace_command(CLI::App& program);
+Command add_bench_command(CLI::App& program);
+
+}  // namespace beryl::cli

@@ -1,0 +1,54 @@
+// A conversation in a model's chat format, as the ids that each turn adds to what the sequence holds.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "engine/generate.h"
+#include "text/chat_format.h"
+#include "text/tokenizer.h"
+
+namespace beryl::cli {
+
+struct Turn {
+  std::vector<int32_t> ids;
+  bool continues = false;    // appended to what the sequence holds; else the sequence must be empty
+  bool in_thought = false;   // the reply begins inside a thought
+};
+
+// The sequence keeps what it has read: a turn is the end of the last reply, the user's message, and the opening of the
+// next reply. Written anew in full is a conversation only when its format changes what lies back (a reply's thoughts are
+// dropped from history), or when the last reply failed. The tokenizer and the format must outlive it.
+class Conversation {
+ public:
+  Conversation(const ChatFormat& format, const Tokenizer& tokenizer, const std::string& system_text, bool think);
+
+  // What to feed for this message; nothing changes until the reply is added. Throws Error(kBadInput) when the format
+  // cannot express it.
+  Turn next_turn(const std::string& user_text) const;
+  // The message was fed and answered. text: the reply without thoughts.
+  void add_reply(const std::string& user_text, const std::string& text, const GenerateResult& result, bool has_thought);
+  // The sequence is empty again: the next turn writes the whole conversation.
+  void forget_cache() { cache_holds_all_ = false; }
+  // Forgets all turns.
+  void reset();
+
+ private:
+  ChatOptions options() const;
+  // What lies between a reply and the next one in the format: the end of the turn, the user's, the opening.
+  ChatPrompt between_replies(const std::string& user_text) const;
+
+  const ChatFormat& format_;
+  const Tokenizer& tokenizer_;
+  std::string system_text_;
+  bool think_ = false;
+  nlohmann::ordered_json messages_ = nlohmann::ordered_json::array();
+  bool cache_holds_all_ = false;        // the sequence holds all turns so far, as the format would write them
+  std::vector<int32_t> unread_;         // sampled, not yet read by the model; belongs before the next turn
+};
+
+}  // namespace beryl::cli

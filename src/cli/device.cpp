@@ -1,0 +1,37 @@
+#include "cli/device.h"
+
+#include "base/error.h"
+#include "cli/options.h"
+#include "cpu/cpu_backend.h"
+#ifdef BERYL_HAS_CUDA
+#include "cuda/cuda_backend.h"
+#endif
+
+namespace beryl::cli {
+
+void add_device_options(CLI::App& app, DeviceOptions& options) {
+  add_choice(app, "--device", options.name, {"auto", "cpu", "reference", "cuda"},
+             "what computes; auto: the GPU if there is one, else the CPU. reference: double precision, slow");
+  add_integer(app, "--threads", options.n_threads, 1, 1024, "threads of the CPU backends (default: one a core)");
+}
+
+std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
+  const int n_threads = static_cast<int>(options.n_threads);
+  if (options.name == "reference") return make_reference_backend(n_threads);
+  if (options.name == "cpu") return make_cpu_backend(n_threads);
+#ifdef BERYL_HAS_CUDA
+  if (options.name == "cuda") return make_cuda_backend(0);
+  try {
+    return make_cuda_backend(0);
+  } catch (const Error& error) {
+    // No GPU, or none that this build has code for: what auto promises is to run anyway.
+    if (error.code != ErrorCode::kDevice && error.code != ErrorCode::kUnsupported) throw;
+  }
+#else
+  if (options.name == "cuda")
+    throw Error(ErrorCode::kUnsupported, "this build has no CUDA backend: install the CUDA toolkit and build again");
+#endif
+  return make_cpu_backend(n_threads);
+}
+
+}  // namespace beryl::cli

@@ -1,0 +1,44 @@
+// A reply as the user sees it, token by token: the answer on standard output, thoughts apart from it on standard error.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "text/text_stream.h"
+#include "text/tokenizer.h"
+
+namespace beryl::cli {
+
+// One reply. The tokenizer must outlive it.
+class ReplyWriter {
+ public:
+  // in_thought: the prompt has opened a thought, so the reply begins inside it.
+  ReplyWriter(const Tokenizer& tokenizer, bool show_special, bool in_thought);
+
+  // Writes what this token completes. Throws Error(kIo).
+  void push(int32_t id);
+  // Writes what still waits, and ends the line. Also after an interruption.
+  void finish();
+
+  // Valid after finish. Without thoughts and special tokens.
+  const std::string& answer() const { return answer_; }
+  bool has_thought() const { return has_thought_; }
+
+ private:
+  void write(const std::string& text);
+  void write_thought(const std::string& text);
+
+  const Tokenizer& tokenizer_;
+  TextStream stream_;                          // what is shown
+  TextStream plain_;                           // what counts as the answer
+  std::optional<int32_t> thought_begin_, thought_end_;
+  bool in_thought_ = false;
+  bool has_thought_ = false;
+  bool line_open_ = false;                     // the last character shown, on either stream, was no newline
+  bool to_terminal_ = false;
+  bool dims_ = false;                          // thoughts
+  std::string answer_;
+};
+
+}  // namespace beryl::cli
