@@ -597,9 +597,10 @@ class CaseRunner {
         });
       oracle.executor().write_cache(row.cache, row.part, row.page, row.row, held);
     }
+    std::vector<float> values;
     for (Stage* each : {&stage, &oracle})
       each->for_each_cache_row([&](int cache, CachePart part, int page, int row) {
-        std::vector<float> values(static_cast<size_t>(image.row_values(cache)));
+        values.resize(static_cast<size_t>(image.row_values(cache)));
         each->executor().read_cache(cache, part, page, row, values.data());
         if (!std::equal(values.begin(), values.end(), image.row(cache, part, page, row), same_bits))
           fail(fmt::format("cache {} page {} row {} is not what it should be{}", cache, page, row,
