@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/rng.h"
 #include "weights/host_matrix.h"
 
 namespace beryl::cuda {
@@ -28,12 +29,30 @@ struct TileShape {
   int columns = 0;                  // 0: the format has no tiles
   int code_bytes = 0;
   int meta_bytes = 0;
-  int slices_per_stage = 1;         // so that a stage is 16 to 50 KiB
 };
-TileShape tile_shape(Format format);
+BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
+  switch (format) {
+    case Format::kFp4G128: return {128, 1024, 32};
+    case Format::kMxfp4: return {128, 1024, 64};
+    case Format::kNvfp4: return {128, 1024, 128};
+    case Format::kQ4_0: return {128, 1024, 128};
+    case Format::kQ4_1: return {128, 1024, 256};
+    case Format::kQ4_K: return {128, 1024, 192};
+    case Format::kQ5_0: return {128, 1280, 128};
+    case Format::kQ5_1: return {128, 1280, 256};
+    case Format::kQ5_K: return {128, 1280, 192};
+    case Format::kQ6_K: return {128, 1536, 160};
+    case Format::kQ8_0: return {128, 2048, 128};
+    case Format::kFp8: return {128, 2048, 0};
+    case Format::kF16:
+    case Format::kBf16: return {64, 2048, 0};
+    default: return {};
+  }
+}
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kMatvecWarps = 16;       // of a block; k_warps · row_warps of them have tiles
+inline constexpr int kStageSlices = 2;        // a warp multiplies two tiles side by side
+inline constexpr int kMatvecWarps = 8;        // of a block; k_warps · row_warps of them have tiles
 inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 
 // One matrix of one format: parts stacked one under the other (q, k, v), or gate and up.
@@ -90,7 +109,7 @@ struct MatvecDevice {
 struct MatvecLaunch {
   int n_blocks = 0;
   int ring_stages = 0;
-  int chunk_slices = 0;             // slices of a unit for which x is prepared at a time
+  int chunk_stages = 0;             // stages of a unit for which x is prepared at a time
   int n_chunks = 0;
   int batch_units = 0;              // units whose partial sums are kept before they are added up
   int x_bytes = 0;                  // codes of x for one chunk
@@ -98,11 +117,39 @@ struct MatvecLaunch {
   int partial_bytes = 0;            // of one of the two buffers
   int shared_bytes = 0;
 };
+// n_blocks == 0: so many rows of x do not fit beside the ring; launch fewer at a time (sums stay the same).
 MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice& device);
 
-// Units of block `block`: [unit_begin(block), unit_begin(block + 1)).
-inline int unit_begin(int n_units, int block, int n_blocks) {
+// Units of block `block`: [block_unit(block), block_unit(block + 1)).
+BERYL_HOST_DEVICE inline int block_unit(int n_units, int block, int n_blocks) {
   return static_cast<int>(static_cast<int64_t>(n_units) * block / n_blocks);
+}
+
+// The order in which a block reads its stages: batches of units; in a batch the chunks of x; in a chunk the units; in a unit
+// its stages. With one chunk that is the order in which they lie.
+struct StageOrder {
+  int n_units;                      // of the block
+  int n_stages;                     // of a unit
+  int batch_units;
+  int chunk_stages;
+};
+struct StagePlace {
+  int unit;                         // of the block
+  int stage;                        // of the unit
+};
+BERYL_HOST_DEVICE inline StagePlace stage_place(const StageOrder& order, int index) {
+  const int batch_stages = order.batch_units * order.n_stages;
+  const int batch = index / batch_stages;
+  index -= batch * batch_stages;
+  const int first_unit = batch * order.batch_units;
+  const int left = order.n_units - first_unit;
+  const int n_units = left < order.batch_units ? left : order.batch_units;
+  const int chunk = index / (n_units * order.chunk_stages);
+  index -= chunk * n_units * order.chunk_stages;
+  const int first_stage = chunk * order.chunk_stages;
+  const int stages_left = order.n_stages - first_stage;
+  const int stages = stages_left < order.chunk_stages ? stages_left : order.chunk_stages;
+  return {first_unit + index / stages, first_stage + index % stages};
 }
 
 }  // namespace beryl::cuda

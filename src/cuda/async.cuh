@@ -1,0 +1,81 @@
+// Barriers in shared memory, bulk copies (sm_90 and later) and per-thread asynchronous copies (sm_80).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device.cuh"
+
+namespace beryl::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define BERYL_BULK_COPY 1
+#else
+#define BERYL_BULK_COPY 0
+#endif
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int n_arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_arrivals) : "memory");
+}
+// After the inits: makes them visible to the copy engine; other threads need a block barrier besides.
+__device__ __forceinline__ void barrier_init_fence() {
+#if BERYL_BULK_COPY
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
+}
+// Waits until the phase with this parity (0, 1, 0, ...) is complete.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+#if BERYL_BULK_COPY
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "WAIT_%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra WAIT_%=; }" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "WAIT_%=: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra WAIT_%=; }" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// The barrier gets one of its expected arrivals when all earlier copy16_async of this thread have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+#if BERYL_BULK_COPY
+// Weights are read once a token: they should leave the L2 first.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// One thread: n_bytes (a multiple of 16) from global memory; the barrier's phase waits for one arrival and the bytes.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier, uint64_t policy) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(n_bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+#endif
+
+// Programmatic dependent launch in two parts (device.cuh has both in one): let the next kernel start, and wait for the last.
+__device__ __forceinline__ void grid_launch_dependents() {
+#if BERYL_BULK_COPY
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void grid_wait_only() {
+#if BERYL_BULK_COPY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace beryl::cuda
