@@ -9,6 +9,10 @@
 
 namespace beryl {
 
+namespace {
+constexpr double kDeviations = 6;            // of a random walk, never seen
+}
+
 CacheImage::CacheImage(const Program& program, const StepLimits& limits) {
   for (const CacheDecl& cache : program.caches) {
     row_values_.push_back(int64_t{cache.n_kv_heads} * cache.head_dim);
@@ -39,6 +43,10 @@ int page_of(const Program& program, const StepLimits& limits, const StepInput& i
   return input.tables[group][static_cast<size_t>(sequence * n_entries + position / kPageTokens % n_entries)];
 }
 
+double growth(int64_t n) {
+  return std::min(static_cast<double>(n), kDeviations * std::sqrt(static_cast<double>(n)));
+}
+
 namespace {
 
 using Values = std::vector<double>;
@@ -47,7 +55,19 @@ constexpr double kSmallest = 1e-30;         // far below every value; lets subno
 constexpr double kGeluSlope = 1.13;         // largest |d gelu_tanh / dz|
 constexpr double kSiluSlope = 1.10;
 
-double growth(int64_t n) { return std::min(static_cast<double>(n), 6 * std::sqrt(static_cast<double>(n))); }
+// Independent errors e of terms, added one by one.
+class IndependentErrors {
+ public:
+  void add(double e) {
+    sum_ += e;
+    squares_ += e * e;
+  }
+  double total() const { return std::min(sum_, kDeviations * std::sqrt(squares_)); }
+
+ private:
+  double sum_ = 0;
+  double squares_ = 0;
+};
 
 double gelu(double z) {                      // z · sigmoid(2 w), w = sqrt(2/π)(z + 0.044715 z³): 0.5 (1 + tanh w)
   const double w = std::sqrt(2 / M_PI) * (z + 0.044715 * z * z * z);
@@ -169,7 +189,8 @@ class Expecter {
     // A cache whose values are its unrotated keys may be kept as one vector: then the other is made from it on the way.
     const double u_key = one_vector(op.cache) ? 2 * u_activation_ : 0;
     ExpectedRows out = empty_rows(op.out);
-    Values scores, errors, sum(d), spread(d);
+    Values scores, errors;
+    std::vector<TermSums> sums(d);
     std::vector<const float*> values;
     for (int64_t t = 0; t < input_.n_tokens(); ++t) {
       const int64_t position = input_.positions[static_cast<size_t>(t)];
@@ -187,14 +208,17 @@ class Expecter {
           const int row = static_cast<int>(m % kPageTokens);
           const float* k = cache_.row(op.cache, CachePart::kKeys, page, row) + kv_begin;
           values.push_back(cache_.row(op.cache, CachePart::kValues, page, row) + kv_begin);
-          double dot = 0, magnitude = 0;
+          double dot = 0, magnitude = 0, squares = 0;
           for (size_t c = 0; c < d; ++c) {
             const double term = q[c] * static_cast<double>(k[c]);
             dot += term;
             magnitude += std::abs(term);
+            squares += term * term;
           }
           double score = dot * op.scale;
-          double error = magnitude * std::abs(op.scale) * ((growth(cache.head_dim) + 4) * u_sum_ + u_key);
+          const double of_terms = (u_key + 2 * u_sum_) * std::min(magnitude, kDeviations * std::sqrt(squares));
+          double error = std::abs(op.scale) * (of_terms + summing(cache.head_dim, dot, magnitude, squares)) +
+                         2 * u_sum_ * std::abs(score);
           if (op.softcap > 0) {
             score = op.softcap * std::tanh(score / op.softcap);
             error += 8 * u_sum_ * (op.softcap + std::abs(score));
@@ -203,28 +227,30 @@ class Expecter {
           scores.push_back(score);
           errors.push_back(error);
         }
-        double total = 0, mean_error = 0;
+        double total = 0;
         for (size_t m = 0; m < scores.size(); ++m) {
           errors[m] += 8 * u_sum_ + 2 * u_sum_ * (std::abs(scores[m]) + std::abs(largest));
           scores[m] = std::exp(scores[m] - largest);
           total += scores[m];
-          mean_error += scores[m] * errors[m];
         }
-        mean_error /= total;
-        std::fill(sum.begin(), sum.end(), 0.0);
-        std::fill(spread.begin(), spread.end(), 0.0);
-        const double common = mean_error + u_activation_ + (growth(n_live) + 4) * u_sum_;
+        IndependentErrors of_total;
         for (size_t m = 0; m < scores.size(); ++m) {
-          const double p = scores[m] / total;
-          const double relative = std::expm1(errors[m] + common);
-          for (size_t c = 0; c < d; ++c) {
-            const double term = p * static_cast<double>(values[m][c]);
-            sum[c] += term;
-            spread[c] += std::abs(term) * relative;
-          }
+          errors[m] = std::expm1(errors[m]);
+          scores[m] /= total;
+          of_total.add(scores[m] * errors[m]);
         }
-        for (size_t c = 0; c < d; ++c)
-          set(out, t, head * cache.head_dim + static_cast<int64_t>(c), sum[c], spread[c]);
+        const double factor = of_total.total() + (growth(n_live) + 4) * u_sum_;
+        std::fill(sums.begin(), sums.end(), TermSums{});
+        for (size_t m = 0; m < scores.size(); ++m) {
+          const double relative = errors[m] + u_activation_ + 4 * u_sum_;   // p may be rounded before it meets v
+          for (size_t c = 0; c < d; ++c) sums[c].add(scores[m] * static_cast<double>(values[m][c]), relative);
+        }
+        for (size_t c = 0; c < d; ++c) {
+          const TermSums& s = sums[c];
+          const double of_terms = std::min(s.errors, kDeviations * std::sqrt(s.error_squares));
+          set(out, t, head * cache.head_dim + static_cast<int64_t>(c), s.value,
+              of_terms + factor * std::abs(s.value) + summing(n_live, s.value, s.magnitude, s.squares));
+        }
       }
     }
     return {{std::move(out)}, {}, {}};
@@ -268,12 +294,13 @@ class Expecter {
       const auto begin = static_cast<std::ptrdiff_t>(static_cast<size_t>(t) * cols);
       one.values.assign(h.values.begin() + begin, h.values.begin() + begin + op.x.cols);
       one.errors.assign(h.errors.begin() + begin, h.errors.begin() + begin + op.x.cols);
+      one.factors = {h.factors[static_cast<size_t>(t)]};
       Values sum(static_cast<size_t>(op.y.cols)), error(sum.size());
       for (int i = 0; i < op.top_k; ++i) {
         const auto expert = static_cast<int64_t>(at(op.routes, t, i));
         const double g = at(op.routes, t, op.top_k + i);
         const Product gate = product(op.gate_up, 0, expert, one, 1), up = product(op.gate_up, 1, expert, one, 1);
-        Operand hidden;
+        Operand hidden{{}, {}, {0}};
         for (size_t r = 0; r < gate.values.size(); ++r) {
           const auto [value, e] =
               gated(Epilogue::kGatedGelu, gate.values[r], gate.errors[r], up.values[r], up.errors[r]);
@@ -307,14 +334,27 @@ class Expecter {
   }
 
  private:
-  struct Operand {                          // [count][cols], and how far a backend's operand may be from it
-    Values values, errors;
+  struct Operand {                          // [count][cols]
+    Values values;
+    Values errors;                          // how far a backend's operand may be off, each independently
+    Values factors;                         // [count]: relative error that a whole row shares
   };
   struct Product {                          // [count][rows]
     Values values, errors;
   };
   struct Head {                             // [head_dim]
     Values values, errors;
+  };
+  struct TermSums {                         // of one output's terms
+    double value = 0, magnitude = 0, squares = 0, errors = 0, error_squares = 0;
+    void add(double term, double relative_error) {
+      const double error = std::abs(term) * relative_error;
+      value += term;
+      magnitude += std::abs(term);
+      squares += term * term;
+      errors += error;
+      error_squares += error * error;
+    }
   };
 
   int64_t live(Rows rows) const {
@@ -376,8 +416,8 @@ class Expecter {
     for (int64_t t = 0; t < live(x); ++t) {
       Values row(static_cast<size_t>(x.cols)), errors(row.size());
       for (int64_t c = 0; c < x.cols; ++c) row[static_cast<size_t>(c)] = at(x, t, c);
-      const double relative = apply_norm(row, norm) + (rounded ? u_activation_ : 0);
-      for (size_t c = 0; c < row.size(); ++c) errors[c] = relative * std::abs(row[c]);
+      h.factors.push_back(apply_norm(row, norm));
+      for (size_t c = 0; c < row.size(); ++c) errors[c] = (rounded ? u_activation_ + 2 * u_sum_ : 0) * std::abs(row[c]);
       add_fixed_point(row.data(), errors.data(), row.size());
       h.values.insert(h.values.end(), row.begin(), row.end());
       h.errors.insert(h.errors.end(), errors.begin(), errors.end());
@@ -388,7 +428,8 @@ class Expecter {
   Product product(MatrixRef ref, size_t part, int64_t expert, const Operand& h, int64_t count) const {
     const HostMatrix& matrix = program_.matrix(ref).parts[part];
     const auto cols = static_cast<size_t>(matrix.cols), rows = static_cast<size_t>(matrix.rows);
-    const double relative = (growth(matrix.cols) + 4) * u_sum_ + narrowing(matrix.format);
+    // A product's own roundings: code times scale, plus min, times x.
+    const double relative = 4 * u_sum_ + narrowing(matrix.format);
     Values uncertain(h.values.size());
     for (size_t i = 0; i < uncertain.size(); ++i) uncertain[i] = h.errors[i] + relative * std::abs(h.values[i]);
     Product result{Values(static_cast<size_t>(count) * rows), Values(static_cast<size_t>(count) * rows)};
@@ -398,16 +439,27 @@ class Expecter {
       for (size_t t = 0; t < static_cast<size_t>(count); ++t) {
         const double* x = h.values.data() + t * cols;
         const double* e = uncertain.data() + t * cols;
-        double value[2] = {0, 0}, error[2] = {0, 0};
+        double value = 0, sum = 0, squares = 0, error_sum = 0, error_squares = 0;
         for (size_t c = 0; c < cols; ++c) {
-          value[c & 1] += weights[c] * x[c];
-          error[c & 1] += magnitudes[c] * e[c];
+          value += weights[c] * x[c];
+          const double term = magnitudes[c] * std::abs(x[c]), error = magnitudes[c] * e[c];
+          sum += term;
+          squares += term * term;
+          error_sum += error;
+          error_squares += error * error;
         }
-        result.values[t * rows + r] = value[0] + value[1];
-        result.errors[t * rows + r] = error[0] + error[1];
+        const double of_terms = std::min(error_sum, kDeviations * std::sqrt(error_squares));
+        result.values[t * rows + r] = value;
+        result.errors[t * rows + r] = of_terms + summing(matrix.cols, value, sum, squares) + h.factors[t] * std::abs(value);
       }
     }
     return result;
+  }
+
+  // Of n roundings of partial sums, where the terms' absolute values and squares sum to these.
+  double summing(int64_t n, double value, double sum, double squares) const {
+    const double count = static_cast<double>(n);
+    return u_sum_ * std::min(count * sum, kDeviations * std::sqrt(count) * (std::abs(value) + std::sqrt(squares)));
   }
 
   struct WithError {

@@ -1,13 +1,14 @@
 // What an op must write, in double and by another way than the reference, and how far a backend may be from it.
 //
-// Model of the error, for unit roundoffs u of a Tolerance (docs/numerics.md):
-//   sum of n products    Σ|a b| · growth(n) · u_accumulate, growth(n) = min(n, 6 sqrt(n)): at most n in any order; and
-//                        roundings are as good as independent, so 6 standard deviations are never seen (Higham and
-//                        Mary, "A new approach to probabilistic rounding error analysis", 2019)
-//   operand of a product u_activation where it had to be rounded (after a norm, or from the residual stream), and a
-//                        step of fixed point relative to the row's largest value
-//   stored value         u of its place
-// Errors are carried through functions by their Lipschitz constants, through the softmax by Σ p e.
+// Model of the error, for unit roundoffs u of a Tolerance (docs/numerics.md). Roundings are as good as independent of
+// each other, so n of them add up like a random walk: 6 times the root of their squares is never seen, and their plain
+// sum cannot be exceeded (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019).
+//   one product of a sum   the operand's rounding (u_activation after a norm or from the residual stream; a step of
+//                          fixed point) and a few u_accumulate: independent for each product
+//   the sum of n           n roundings of partial sums, as large as the result or the root of the squares of the terms
+//   a common factor        (a norm's 1 / root, a softmax's 1 / total) relative to the result
+//   stored value           u of its place
+// Errors are carried through functions by their Lipschitz constants.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,9 @@ class CacheImage {
 // Page of a position, through the table of its group.
 int page_of(const Program& program, const StepLimits& limits, const StepInput& input, int cache, int sequence,
             int64_t position);
+
+// How many times one rounding's error n of them come to, in any order of summing.
+double growth(int64_t n);
 
 struct ExpectedRows {
   Rows rows;

@@ -446,7 +446,7 @@ class CaseRunner {
       stage.executor().read_cache(cache, part, page, row, values);
       for (size_t i = 0; i < written.size(); ++i) {
         const double u = options_.tolerance.cache_roundoff;
-        const double bound = u <= 0x1p-9 ? 0 : u * (std::abs(double{written[i]}) + 2.0 / 4096);
+        const double bound = u <= 0x1p-8 ? 0 : u * (std::abs(double{written[i]}) + 2.0 / 4096);
         if (!(std::abs(double{values[i]} - double{written[i]}) <= bound))
           failures_.add(fmt::format("write_cache of {} reads back as {}", written[i], values[i]));
       }
@@ -631,8 +631,6 @@ class CaseRunner {
       }
     }
   }
-
-  static double growth(int64_t n) { return std::min(static_cast<double>(n), 6 * std::sqrt(static_cast<double>(n))); }
 
   // What Advance leaves on the device, here for the host: the next step is compared by it.
   static void advance(StepInput& input, const std::vector<Sampled>& samples) {

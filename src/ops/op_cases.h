@@ -21,7 +21,7 @@
 
 namespace beryl {
 
-// Unit roundoffs of a backend: f32 2^-24, bf16 2^-9, E4M3 2^-4. Integers that hold a row of x relative to its largest
+// Unit roundoffs of a backend: f32 2^-24, bf16 2^-8, E4M3 2^-4. Integers that hold a row of x relative to its largest
 // value have a fixed step instead.
 struct Tolerance {
   double activation_roundoff = 0x1p-24;   // kActivation rows when stored, and operands of products

@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "base/error.h"
+#include "base/float_formats.h"
 #include "cpu/cpu_backend.h"
 #include "cpu/simd.h"
 #include "ops/op_cases.h"
@@ -275,6 +276,35 @@ TEST(WrongBackends, AnOutputThatDependsOnPagesIsFound) {
 TEST(WrongBackends, DamagedGuardsAndWrongPlansAreFound) {
   EXPECT_NE(message_for(kNorm, {.damages_guard = true}).find("past the end of a buffer"), std::string::npos);
   EXPECT_NE(message_for(kNorm, {.plans_less = true}).find("allocated something else"), std::string::npos);
+}
+
+// The reference with everything that a coarse backend stores rounded to bf16: right for a backend that says so.
+TEST(CoarseBackends, AreWithinTheirOwnBoundButNotWithinThatOfF32) {
+  const auto round = [](float& value) { value = bf16_to_f32(f32_to_bf16(value)); };
+  const Program* program = nullptr;
+  FaultyBackend backend({.after_run = [&](Executor& executor, const StepInput& input) {
+    for (size_t slot = 0; slot < program->rows.size(); ++slot) {
+      if (program->rows[slot].kind != RowsKind::kActivation) continue;
+      const int64_t n = program->rows[slot].count == RowCount::kTokens ? input.n_tokens() : input.n_outputs();
+      std::vector<float> values(static_cast<size_t>(n * program->rows[slot].cols));
+      executor.read_rows(static_cast<int>(slot), 0, n, values.data());
+      for (float& value : values) round(value);
+      executor.write_rows(static_cast<int>(slot), 0, n, values.data());
+    }
+  }});
+  const CaseOptions bf16{.tolerance = {.activation_roundoff = 0x1p-8, .cache_roundoff = 0x1p-8}};
+  int n_refused = 0, n_run = 0;
+  for (size_t i = 0; i < cases().size(); i += 5) {
+    const OpCase& op_case = cases()[i];
+    const std::unique_ptr<CaseData> data = op_case.build();
+    if (data->program.ops.size() != 1) continue;   // only the last op of a list run at once would be rounded
+    program = &data->program;
+    ++n_run;
+    const CaseResult result = run_case(op_case, backend, reference(), bf16);
+    EXPECT_TRUE(result.passed) << op_case.name << ": " << result.message;
+    if (!run_case(op_case, backend, reference()).passed) ++n_refused;
+  }
+  EXPECT_GT(n_refused, n_run / 2);
 }
 
 // ---- the oracle, by hand ----------------------------------------------------------------------------------------
