@@ -21,6 +21,7 @@
 
 #include "base/error.h"
 #include "base/float_formats.h"
+#include "cpu/codec_tables.h"
 #include "cpu/vec16-inl.h"
 #include "weights/blocks.h"
 #include "weights/decode.h"
@@ -58,21 +59,59 @@ HWY_INLINE SignedBytes minus(Bytes codes, int8_t offset) {
   return hn::Sub(hn::BitCast(SignedByteTag(), codes), hn::Set(SignedByteTag(), offset));
 }
 
-// Values of a 4-bit code, either all sixteen ready in one register (AVX-512), or as the codes' numbers.
-constexpr bool kHasLaneTable = kParts == 1;
+// As many bytes as an IntPart has lanes.
+HWY_INLINE hn::Vec<hn::Rebind<uint8_t, IntTag>> first_bytes(const uint8_t* from) {
+  return hn::LoadU(hn::Rebind<uint8_t, IntTag>(), from);
+}
 
 HWY_INLINE Vec16 iota16() {
   alignas(64) static constexpr float kIota[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return load16(kIota);
 }
-// table[code] in each lane; only where kHasLaneTable.
-HWY_INLINE Vec16 look_up(const Vec16& table, [[maybe_unused]] Bytes codes) {
-  Vec16 r = table;
-#if HWY_MAX_BYTES >= 64
-  const auto indices = hn::PromoteTo(IntTag(), codes);
-  r.part[0] = hn::TableLookupLanes(table.part[0], hn::IndicesFromVec(FloatTag(), indices));
+
+// Where sixteen lanes fit a register, the values of all 4-bit codes do too, and a code selects its lane.
+#if HWY_TARGET == HWY_AVX3
+constexpr bool kHasLaneTable = true;
+
+// table[code & 15]: what lies above the nibble does not matter.
+HWY_INLINE Vec16 look_up(const Vec16& table, IntPart codes) {
+  return {{FloatPart{_mm512_permutexvar_ps(codes.raw, table.part[0].raw)}}};
+}
+// Bit i of `bits` chooses the table of lane i.
+HWY_INLINE Vec16 look_up(const Vec16& if_clear, const Vec16& if_set, uint16_t bits, IntPart codes) {
+  const __m512 clear = _mm512_permutexvar_ps(codes.raw, if_clear.part[0].raw);
+  return {{FloatPart{_mm512_mask_permutexvar_ps(clear, bits, codes.raw, if_set.part[0].raw)}}};
+}
+// Sixteen bytes of two nibbles each to lanes; low nibbles are weights 0..15, high nibbles 16..31.
+HWY_INLINE void look_up_nibbles(const Vec16& table, const uint8_t* from, Vec16& low, Vec16& high) {
+  const IntPart pairs = hn::PromoteTo(IntTag(), first_bytes(from));
+  low = look_up(table, pairs);
+  high = look_up(table, hn::ShiftRight<4>(pairs));
+}
+// code - 16 where its bit is clear, code where it is set: with the bit as fifth digit, code - 16.
+HWY_INLINE Vec16 minus_16_where_clear(IntPart codes, uint16_t bits) {
+  const __mmask16 is_clear = static_cast<__mmask16>(~bits);
+  return {{FloatPart{_mm512_cvtepi32_ps(_mm512_mask_sub_epi32(codes.raw, is_clear, codes.raw, _mm512_set1_epi32(16)))}}};
+}
+#else
+constexpr bool kHasLaneTable = false;
+
+// Never called; lets both branches of `if constexpr` compile.
+HWY_INLINE Vec16 look_up(const Vec16& table, IntPart) { return table; }
+HWY_INLINE Vec16 look_up(const Vec16& if_clear, const Vec16&, uint16_t, IntPart) { return if_clear; }
+HWY_INLINE void look_up_nibbles(const Vec16& table, const uint8_t*, Vec16& low, Vec16& high) { low = high = table; }
+HWY_INLINE Vec16 minus_16_where_clear(IntPart, uint16_t) { return zero16(); }
 #endif
-  return r;
+
+// The first bytes of sixteen, one a lane of an IntPart.
+HWY_INLINE IntPart lanes_of(Bytes bytes) {
+#if HWY_MAX_BYTES >= 64
+  return hn::PromoteTo(IntTag(), bytes);
+#elif HWY_MAX_BYTES == 32
+  return hn::PromoteTo(IntTag(), hn::LowerHalf(hn::Half<ByteTag>(), bytes));
+#else
+  return hn::PromoteTo(IntTag(), hn::LowerHalf(hn::Half<hn::Half<ByteTag>>(), hn::LowerHalf(hn::Half<ByteTag>(), bytes)));
+#endif
 }
 
 // Bit i of two bytes as 16 in lane i.
@@ -95,11 +134,10 @@ struct CodecQ4_0 {
   }
   template <int>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
-    const Bytes bytes = load_bytes(codes + offsetof(BlockQ4_0, codes));
     if constexpr (kHasLaneTable) {
-      low = look_up(scales.scale_or_table, low_nibbles(bytes));
-      high = look_up(scales.scale_or_table, high_nibbles(bytes));
+      look_up_nibbles(scales.scale_or_table, codes + offsetof(BlockQ4_0, codes), low, high);
     } else {
+      const Bytes bytes = load_bytes(codes + offsetof(BlockQ4_0, codes));
       low = scales.scale_or_table * bytes_to_float(minus(low_nibbles(bytes), 8));
       high = scales.scale_or_table * bytes_to_float(minus(high_nibbles(bytes), 8));
     }
@@ -121,11 +159,10 @@ struct CodecQ4_1 {
   }
   template <int>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
-    const Bytes bytes = load_bytes(codes + offsetof(BlockQ4_1, codes));
     if constexpr (kHasLaneTable) {
-      low = look_up(scales.scale_or_table, low_nibbles(bytes));
-      high = look_up(scales.scale_or_table, high_nibbles(bytes));
+      look_up_nibbles(scales.scale_or_table, codes + offsetof(BlockQ4_1, codes), low, high);
     } else {
+      const Bytes bytes = load_bytes(codes + offsetof(BlockQ4_1, codes));
       low = scales.scale_or_table * bytes_to_float(low_nibbles(bytes)) + scales.min;
       high = scales.scale_or_table * bytes_to_float(high_nibbles(bytes)) + scales.min;
     }
@@ -142,11 +179,17 @@ struct CodecQ5_0 {
   static HWY_INLINE Scales prepare(const uint8_t* codes, const uint8_t*) { return {broadcast_half(codes)}; }
   template <int>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
-    const Bytes bytes = load_bytes(codes + offsetof(BlockQ5_0, codes));
-    const Bytes low_codes = hn::Or(low_nibbles(bytes), fifth_bits(codes + offsetof(BlockQ5_0, high_bits)));
-    const Bytes high_codes = hn::Or(high_nibbles(bytes), fifth_bits(codes + offsetof(BlockQ5_0, high_bits) + 2));
-    low = scales.scale * bytes_to_float(minus(low_codes, 16));
-    high = scales.scale * bytes_to_float(minus(high_codes, 16));
+    const uint8_t* nibbles = codes + offsetof(BlockQ5_0, codes);
+    const uint8_t* high_bits = codes + offsetof(BlockQ5_0, high_bits);
+    if constexpr (kHasLaneTable) {
+      const IntPart pairs = hn::PromoteTo(IntTag(), first_bytes(nibbles));
+      low = scales.scale * minus_16_where_clear(hn::And(pairs, hn::Set(IntTag(), 15)), load_as<uint16_t>(high_bits));
+      high = scales.scale * minus_16_where_clear(hn::ShiftRight<4>(pairs), load_as<uint16_t>(high_bits + 2));
+    } else {
+      const Bytes bytes = load_bytes(nibbles);
+      low = scales.scale * bytes_to_float(minus(hn::Or(low_nibbles(bytes), fifth_bits(high_bits)), 16));
+      high = scales.scale * bytes_to_float(minus(hn::Or(high_nibbles(bytes), fifth_bits(high_bits + 2)), 16));
+    }
   }
 };
 
@@ -162,11 +205,19 @@ struct CodecQ5_1 {
   }
   template <int>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
-    const Bytes bytes = load_bytes(codes + offsetof(BlockQ5_1, codes));
-    const Bytes low_codes = hn::Or(low_nibbles(bytes), fifth_bits(codes + offsetof(BlockQ5_1, high_bits)));
-    const Bytes high_codes = hn::Or(high_nibbles(bytes), fifth_bits(codes + offsetof(BlockQ5_1, high_bits) + 2));
-    low = scales.scale * bytes_to_float(low_codes) + scales.min;
-    high = scales.scale * bytes_to_float(high_codes) + scales.min;
+    const uint8_t* nibbles = codes + offsetof(BlockQ5_1, codes);
+    const uint8_t* high_bits = codes + offsetof(BlockQ5_1, high_bits);
+    if constexpr (kHasLaneTable) {
+      const Vec16 if_clear = scales.scale * iota16() + scales.min;
+      const Vec16 if_set = scales.scale * (iota16() + set16(16)) + scales.min;
+      const IntPart pairs = hn::PromoteTo(IntTag(), first_bytes(nibbles));
+      low = look_up(if_clear, if_set, load_as<uint16_t>(high_bits), pairs);
+      high = look_up(if_clear, if_set, load_as<uint16_t>(high_bits + 2), hn::ShiftRight<4>(pairs));
+    } else {
+      const Bytes bytes = load_bytes(nibbles);
+      low = scales.scale * bytes_to_float(hn::Or(low_nibbles(bytes), fifth_bits(high_bits))) + scales.min;
+      high = scales.scale * bytes_to_float(hn::Or(high_nibbles(bytes), fifth_bits(high_bits + 2))) + scales.min;
+    }
   }
 };
 
@@ -221,17 +272,20 @@ struct CodecQ4_K {
   template <int kUnit>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
     const uint8_t* from = codes + offsetof(BlockQ4_K, codes) + kUnit / 2 * 32;
-    Bytes low_codes = load_bytes(from), high_codes = load_bytes(from + 16);
-    low_codes = kUnit % 2 == 0 ? low_nibbles(low_codes) : high_nibbles(low_codes);
-    high_codes = kUnit % 2 == 0 ? low_nibbles(high_codes) : high_nibbles(high_codes);
     const Vec16 scale = set16(scales.scales[kUnit]), min = set16(scales.mins[kUnit]);
     if constexpr (kHasLaneTable) {
       const Vec16 table = scale * iota16() - min;
-      low = look_up(table, low_codes);
-      high = look_up(table, high_codes);
+      IntPart first = hn::PromoteTo(IntTag(), first_bytes(from)), second = hn::PromoteTo(IntTag(), first_bytes(from + 16));
+      if constexpr (kUnit % 2 == 1) {
+        first = hn::ShiftRight<4>(first);
+        second = hn::ShiftRight<4>(second);
+      }
+      low = look_up(table, first);
+      high = look_up(table, second);
     } else {
-      low = scale * bytes_to_float(low_codes) - min;
-      high = scale * bytes_to_float(high_codes) - min;
+      const Bytes first = load_bytes(from), second = load_bytes(from + 16);
+      low = scale * bytes_to_float(kUnit % 2 == 0 ? low_nibbles(first) : high_nibbles(first)) - min;
+      high = scale * bytes_to_float(kUnit % 2 == 0 ? low_nibbles(second) : high_nibbles(second)) - min;
     }
   }
 };
@@ -321,11 +375,10 @@ struct CodecMxfp4 {
   }
   template <int>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
-    const Bytes bytes = load_bytes(codes + offsetof(BlockMxfp4, codes));
     if constexpr (kHasLaneTable) {
-      low = look_up(scales.scale_or_table, low_nibbles(bytes));
-      high = look_up(scales.scale_or_table, high_nibbles(bytes));
+      look_up_nibbles(scales.scale_or_table, codes + offsetof(BlockMxfp4, codes), low, high);
     } else {
+      const Bytes bytes = load_bytes(codes + offsetof(BlockMxfp4, codes));
       low = scales.scale_or_table * doubled_e2m1(low_nibbles(bytes));
       high = scales.scale_or_table * doubled_e2m1(high_nibbles(bytes));
     }
@@ -342,7 +395,7 @@ struct CodecNvfp4 {
     const Bytes bytes = hn::LoadDup128(ByteTag(), codes + offsetof(BlockNvfp4, codes) + index / 2 * 16);
     const Bytes own = index % 2 == 0 ? bytes : hn::ShiftRightBytes<8>(ByteTag(), bytes);  // 8 bytes a group
     const Bytes in_order = hn::ConcatLowerLower(ByteTag(), high_nibbles(own), low_nibbles(own));
-    return set16(nvfp4_half_scale(codes[index])) * doubled_e2m1(in_order);
+    return set16(kNvfp4HalfScales.values[codes[index]]) * doubled_e2m1(in_order);
   }
   template <int kUnit>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales&, Vec16& low, Vec16& high) {
@@ -381,12 +434,13 @@ struct CodecFp4G128 {
   template <int kUnit>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
     const Bytes bytes = load_bytes(codes + 16 * kUnit);  // low nibble: the even column
-    const Bytes even = low_nibbles(bytes), odd = high_nibbles(bytes);
+    const Bytes odd = high_nibbles(bytes);
+    const Bytes even = kHasLaneTable ? bytes : low_nibbles(bytes);
     const Bytes low_codes = hn::InterleaveLower(ByteTag(), even, odd);
     const Bytes high_codes = hn::InterleaveUpper(ByteTag(), even, odd);
     if constexpr (kHasLaneTable) {
-      low = look_up(scales.scale_or_table, low_codes);
-      high = look_up(scales.scale_or_table, high_codes);
+      low = look_up(scales.scale_or_table, lanes_of(low_codes));
+      high = look_up(scales.scale_or_table, lanes_of(high_codes));
     } else {
       low = values(low_codes) * scales.scale_or_table;
       high = values(high_codes) * scales.scale_or_table;
@@ -404,28 +458,35 @@ struct CodecFp8 {
     Vec16 scale;
   };
   static HWY_INLINE Scales prepare(const uint8_t*, const uint8_t* scales) { return {set16(load_as<float>(scales))}; }
-  static HWY_INLINE Vec16 values(Bytes codes) {
-    const IntTag di;
+  template <int>
+  static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
+    low = values(codes) * scales.scale;
+    high = values(codes + 16) * scales.scale;
+  }
+#if HWY_TARGET == HWY_SSE4
+  static HWY_INLINE Vec16 values(const uint8_t* codes) {
+    alignas(16) float lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = kE4m3Values.values[codes[i]];
+    return load16(lanes);
+  }
+#else
+  // As f16 bits, exponent and mantissa shifted into place are the value over 2^8, subnormal codes included.
+  static HWY_INLINE Vec16 values(const uint8_t* codes) {
     const FloatTag df;
-    // As f32 bits, exponent and mantissa shifted into place are the value over 2^120, subnormal codes included.
-    const Vec16 numbers = bytes_to_float(codes);
+    const hn::Rebind<int16_t, FloatTag> d16;
+    const hn::Rebind<int8_t, FloatTag> d8;
+    const hn::Rebind<hwy::float16_t, FloatTag> df16;
     Vec16 r;
     for (size_t p = 0; p < kParts; ++p) {
-      const auto code = hn::ConvertTo(di, numbers.part[p]);
-      const auto rest = hn::And(code, hn::Set(di, 0x7f));
-      const auto magnitude = hn::Mul(hn::BitCast(df, hn::ShiftLeft<20>(rest)), hn::Set(df, 0x1p120f));
-      const auto is_nan = hn::RebindMask(df, hn::Eq(rest, hn::Set(di, 0x7f)));
-      const auto quiet_nan = hn::BitCast(df, hn::Set(di, 0x7fc00000));
-      const auto sign = hn::BitCast(df, hn::ShiftLeft<24>(hn::And(code, hn::Set(di, 0x80))));
-      r.part[p] = hn::Or(hn::IfThenElse(is_nan, quiet_nan, magnitude), sign);
+      const auto code = hn::LoadU(d8, reinterpret_cast<const int8_t*>(codes + p * kPartLanes));
+      const auto bits = hn::And(hn::ShiftLeft<7>(hn::PromoteTo(d16, code)), hn::Set(d16, static_cast<int16_t>(0xbf80)));
+      const auto value = hn::Mul(hn::PromoteTo(df, hn::BitCast(df16, bits)), hn::Set(df, 256.0f));
+      // Code 127 of either sign is NaN; as f16 it is the next number after the largest, 480.
+      r.part[p] = hn::IfThenElse(hn::Eq(hn::Abs(value), hn::Set(df, 480.0f)), hn::NaN(df), value);
     }
     return r;
   }
-  template <int>
-  static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
-    low = values(load_bytes(codes)) * scales.scale;
-    high = values(load_bytes(codes + 16)) * scales.scale;
-  }
+#endif
 };
 
 struct CodecBf16 {

@@ -49,7 +49,7 @@ HWY_INLINE void prefetch_ahead(const uint8_t* from) {
 
 // Rows that are decoded side by side, so that their chains of sums overlap; limited by the registers.
 template <int kTokens>
-constexpr int kSideBySide = kParts == 1 ? 2 : (kParts == 2 && kTokens <= 2 ? 2 : 1);
+constexpr int kSideBySide = kParts == 1 ? (kTokens == 1 ? 4 : 2) : (kParts == 2 && kTokens <= 2 ? 2 : 1);
 
 template <class Codec, int kUnit, int kRows, int kTokens>
 HWY_INLINE void dot_units(const uint8_t* const (&codes)[kRows], const typename Codec::Scales (&scales)[kRows],
