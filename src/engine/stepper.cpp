@@ -19,6 +19,7 @@ Stepper::Stepper(const Program& program, const RunLimits& run, Backend& backend)
 void Stepper::reset(int sequence) {
   pages_.release(sequence);
   lengths_[static_cast<size_t>(sequence)] = 0;
+  advancing_.clear();   // the uploaded tables name pages that are free now
 }
 
 void Stepper::set_rows(std::span<const SequenceRows> rows) {

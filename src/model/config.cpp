@@ -10,6 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "model/config_reader.h"
+#include "weights/quote.h"
 
 namespace beryl {
 
@@ -105,7 +107,7 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
     } else if (architecture == "gemma4") {
       config = read_gemma4_config(checkpoint);
     } else {
-      throw Error(ErrorCode::kUnsupported, fmt::format("{}: architecture '{}'; {}", checkpoint.path(), architecture, kSupported));
+      throw Error(ErrorCode::kUnsupported, fmt::format("{}: architecture {}; {}", checkpoint.path(), quote(architecture), kSupported));
     }
     config.name = metadata.string("general.name").value_or("");
   } else {
@@ -120,8 +122,11 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
                architecture == "gemma4_unified_text") {
       config = read_gemma4_config(checkpoint);
     } else {
-      throw Error(ErrorCode::kUnsupported, fmt::format("{}: model_type '{}'; {}", checkpoint.path(), architecture, kSupported));
+      throw Error(ErrorCode::kUnsupported, fmt::format("{}: model_type {}; {}", checkpoint.path(), quote(architecture), kSupported));
     }
+    // Multimodal checkpoints have it at the top or with the text's keys. GGUF has no key for it.
+    const std::optional<bool> tied = metadata.boolean("tie_word_embeddings");
+    config.untied_head = !hugging_face_reader(checkpoint).boolean_or("tie_word_embeddings", tied.value_or(true));
   }
   config.container = checkpoint.container();
   config.architecture = architecture;

@@ -30,7 +30,7 @@ struct RopeSpec {
   double high_frequency_factor = 4;     // kLlama3
   double original_context = 8192;       // kLlama3
   double rotated_share = 1;             // kProportional
-  std::vector<float> divisors;          // kDivisors: [head_dim / 2]
+  std::vector<float> divisors = {};     // kDivisors: [head_dim / 2]
 
   bool operator==(const RopeSpec&) const = default;
 };
@@ -84,6 +84,7 @@ struct ModelConfig {
   bool interleaved_rope = false;   // q and k rows come in the order of interleaved pairs: the loader reorders them
   double embedding_scale = 1;
   double final_softcap = 0;     // 0: none
+  bool untied_head = false;     // the file says that the head is a matrix of its own; false: it is one if it is there
   int64_t per_layer_dim = 0;    // width of per-layer embeddings; 0: none
   std::vector<int32_t> suppressed_tokens;   // never sampled
   std::vector<LayerSpec> layers;

@@ -3,9 +3,11 @@
 #include <cmath>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "base/error.h"
 #include "model/tensor_names.h"
+#include "weights/quote.h"
 
 namespace beryl {
 
@@ -47,6 +49,28 @@ double ConfigReader::number(const std::string& name) const {
   return *value;
 }
 
+double ConfigReader::positive(const std::string& name) const {
+  const double value = number(name);
+  if (!(value > 0)) refuse(name, fmt::format("is {}, a positive number was expected", value));
+  return value;
+}
+
+double ConfigReader::positive_or(const std::string& name, double otherwise) const {
+  return optional_number(name) ? positive(name) : otherwise;
+}
+
+double ConfigReader::soft_cap(const std::string& name) const {
+  const double value = optional_number(name).value_or(0);
+  if (value < 0) refuse(name, fmt::format("is {}, a positive number or none was expected", value));
+  return value;
+}
+
+double ConfigReader::norm_eps(const std::string& name, std::optional<double> otherwise) const {
+  const double value = otherwise ? optional_number(name).value_or(*otherwise) : number(name);
+  if (!(value > 0 && value < 1)) refuse(name, fmt::format("is {}, a small positive number was expected", value));
+  return value;
+}
+
 bool ConfigReader::boolean_or(const std::string& name, bool otherwise) const {
   return metadata().boolean(key(name)).value_or(otherwise);
 }
@@ -83,7 +107,7 @@ std::optional<std::vector<bool>> sliding_layers(const ConfigReader& reader, int 
   for (size_t i = 0; i < types->size(); ++i) {
     const std::string_view type = (*types)[i];
     if (type != "sliding_attention" && type != "full_attention")
-      reader.unsupported("layer_types", fmt::format("holds '{}', sliding_attention or full_attention was expected", type));
+      reader.unsupported("layer_types", fmt::format("holds {}, sliding_attention or full_attention was expected", quote(type)));
     sliding.push_back(type == "sliding_attention");
   }
   return sliding;
@@ -91,16 +115,11 @@ std::optional<std::vector<bool>> sliding_layers(const ConfigReader& reader, int 
 
 RopeSpec read_rope(const ConfigReader& reader, const std::string& prefix, double default_base) {
   RopeSpec rope;
-  rope.base = reader.optional_number(prefix + "rope_theta").value_or(default_base);
-  if (!(rope.base > 0)) reader.refuse(prefix + "rope_theta", fmt::format("is {}, a positive number was expected", rope.base));
+  rope.base = reader.positive_or(prefix + "rope_theta", default_base);
   std::optional<std::string> type = reader.optional_string(prefix + "rope_type");
   if (!type) type = reader.optional_string(prefix + "type");
   if (!type || *type == "default") return rope;
-  const auto positive = [&](const std::string& name) {
-    const double value = reader.number(prefix + name);
-    if (!(value > 0)) reader.refuse(prefix + name, fmt::format("is {}, a positive number was expected", value));
-    return value;
-  };
+  const auto positive = [&](const char* name) { return reader.positive(prefix + name); };
   if (*type == "linear") {
     rope.scaling = RopeSpec::Scaling::kLinear;
     rope.factor = positive("factor");
@@ -111,14 +130,15 @@ RopeSpec read_rope(const ConfigReader& reader, const std::string& prefix, double
     rope.high_frequency_factor = positive("high_freq_factor");
     rope.original_context = positive("original_max_position_embeddings");
     if (rope.high_frequency_factor <= rope.low_frequency_factor)
-      reader.refuse(prefix + "high_freq_factor", "must be above low_freq_factor");
+      reader.refuse(prefix + "high_freq_factor", fmt::format("is {}, a number above low_freq_factor {} was expected",
+                                                             rope.high_frequency_factor, rope.low_frequency_factor));
   } else if (*type == "proportional") {
     rope.scaling = RopeSpec::Scaling::kProportional;
     rope.rotated_share = reader.optional_number(prefix + "partial_rotary_factor").value_or(1.0);
     if (!(rope.rotated_share > 0 && rope.rotated_share <= 1))
       reader.refuse(prefix + "partial_rotary_factor", fmt::format("is {}, a share from 0 to 1 was expected", rope.rotated_share));
   } else {
-    reader.unsupported(prefix + "rope_type", fmt::format("is '{}'; default, linear, llama3 and proportional are supported", *type));
+    reader.unsupported(prefix + "rope_type", fmt::format("is {}; default, linear, llama3 and proportional are supported", quote(*type)));
   }
   return rope;
 }
@@ -127,7 +147,8 @@ std::vector<float> rope_divisors(const Checkpoint& checkpoint, int head_dim) {
   const TensorInfo* tensor = checkpoint.find("rope_freqs.weight");
   if (tensor == nullptr) return {};
   if (tensor->format != Format::kF32 || tensor->shape != std::vector<int64_t>{head_dim / 2})
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor 'rope_freqs.weight' must be f32 [{}]", checkpoint.path(), head_dim / 2));
+    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor 'rope_freqs.weight' is {} [{}], f32 [{}] was expected", checkpoint.path(),
+                                                  info(tensor->format).name, fmt::join(tensor->shape, ", "), head_dim / 2));
   std::vector<float> divisors = floats_of(checkpoint, *tensor);
   for (float divisor : divisors)
     if (!(divisor > 0))

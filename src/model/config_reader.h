@@ -32,6 +32,10 @@ class ConfigReader {
   std::optional<int64_t> optional_integer(const std::string& name, int64_t low, int64_t high) const;
   double number(const std::string& name) const;                       // finite
   std::optional<double> optional_number(const std::string& name) const;
+  double positive(const std::string& name) const;
+  double positive_or(const std::string& name, double otherwise) const;
+  double soft_cap(const std::string& name) const;                     // 0 when absent: none
+  double norm_eps(const std::string& name, std::optional<double> otherwise = {}) const;
   bool boolean_or(const std::string& name, bool otherwise) const;
   std::optional<std::string> optional_string(const std::string& name) const;
   // A value a layer: an array of n, or one number for all.

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "model/config_reader.h"
+#include "weights/quote.h"
 
 namespace beryl {
 namespace {
@@ -47,10 +48,10 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
   const int n_layers = static_cast<int>(reader.integer(name("block_count", "num_hidden_layers"), 1, kMaxLayers));
   config.model_dim = reader.integer(name("embedding_length", "hidden_size"), 1, kMaxDim);
   config.context = integer("context_length", "max_position_embeddings", 1, kMaxContext, 131072);
-  config.norm_eps = gguf ? reader.number("attention.layer_norm_rms_epsilon") : reader.optional_number("rms_norm_eps").value_or(1e-6);
+  config.norm_eps = gguf ? reader.norm_eps("attention.layer_norm_rms_epsilon") : reader.norm_eps("rms_norm_eps", 1e-6);
   config.norm_plus_one = !gguf;   // converters to GGUF have added it
   config.embedding_scale = std::sqrt(static_cast<double>(config.model_dim));
-  config.final_softcap = reader.optional_number("final_logit_softcapping").value_or(0);
+  config.final_softcap = reader.soft_cap("final_logit_softcapping");
 
   LayerSpec layer;
   layer.post_norms = true;
@@ -62,7 +63,8 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
   if (attention.n_heads % attention.n_kv_heads != 0)
     reader.refuse(name("attention.head_count_kv", "num_key_value_heads"),
                   fmt::format("is {}, a divisor of the {} heads was expected", attention.n_kv_heads, attention.n_heads));
-  if (attention.head_dim % 2 != 0) reader.refuse(name("attention.key_length", "head_dim"), "is odd");
+  if (attention.head_dim % 2 != 0)
+    reader.refuse(name("attention.key_length", "head_dim"), fmt::format("is {}, an even number was expected", attention.head_dim));
   const int window = static_cast<int>(reader.integer(name("attention.sliding_window", "sliding_window"), 1, kMaxContext));
 
   RopeSpec global_rope, local_rope;
@@ -70,14 +72,14 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
     const auto value_dim = reader.optional_integer("attention.value_length", 2, kMaxHeadDim);
     if (value_dim && *value_dim != attention.head_dim)
       reader.unsupported("attention.value_length", fmt::format("is {}, keys have {}", *value_dim, attention.head_dim));
-    global_rope.base = reader.optional_number("rope.freq_base").value_or(1e6);
-    local_rope.base = reader.optional_number("rope.freq_base_swa").value_or(1e4);
+    global_rope.base = reader.positive_or("rope.freq_base", 1e6);
+    local_rope.base = reader.positive_or("rope.freq_base_swa", 1e4);
     const std::string scaling = reader.optional_string("rope.scaling.type").value_or("none");
     if (scaling == "linear") {
       global_rope.scaling = RopeSpec::Scaling::kLinear;
-      global_rope.factor = reader.number("rope.scaling.factor");
+      global_rope.factor = reader.positive("rope.scaling.factor");
     } else if (scaling != "none") {
-      reader.unsupported("rope.scaling.type", fmt::format("is '{}'; none and linear are supported", scaling));
+      reader.unsupported("rope.scaling.type", fmt::format("is {}; none and linear are supported", quote(scaling)));
     }
     // The file does not hold the scale. It is head_dim^-1/2 in every size but 27B, which is told by its 62 layers.
     constexpr int kLayersOf27B = 62;
@@ -87,22 +89,20 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
   } else {
     const std::string activation = reader.optional_string("hidden_activation").value_or("gelu_pytorch_tanh");
     if (activation != "gelu_pytorch_tanh")
-      reader.unsupported("hidden_activation", fmt::format("is '{}'; gelu_pytorch_tanh is supported", activation));
+      reader.unsupported("hidden_activation", fmt::format("is {}; gelu_pytorch_tanh is supported", quote(activation)));
     if (reader.boolean_or("attention_bias", false)) reader.unsupported("attention_bias", "is true: biases are not supported");
     if (reader.has("rope_parameters")) {
       global_rope = read_rope(reader, "rope_parameters.full_attention.", 1e6);
       local_rope = read_rope(reader, "rope_parameters.sliding_attention.", 1e4);
     } else {
-      global_rope = read_rope(reader, "rope_scaling.", reader.optional_number("rope_theta").value_or(1e6));
-      local_rope.base = reader.optional_number("rope_local_base_freq").value_or(1e4);
+      global_rope = read_rope(reader, "rope_scaling.", reader.positive_or("rope_theta", 1e6));
+      local_rope.base = reader.positive_or("rope_local_base_freq", 1e4);
     }
-    const double scalar = reader.optional_number("query_pre_attn_scalar").value_or(256);
-    if (!(scalar > 0)) reader.refuse("query_pre_attn_scalar", fmt::format("is {}, a positive number was expected", scalar));
-    attention.scale = 1 / std::sqrt(scalar);
-    attention.softcap = reader.optional_number("attn_logit_softcapping").value_or(0);
+    if (reader.boolean_or("use_bidirectional_attention", false))
+      reader.unsupported("use_bidirectional_attention", "is true: models that embed texts are not supported");
+    attention.scale = 1 / std::sqrt(reader.positive_or("query_pre_attn_scalar", 256));
+    attention.softcap = reader.soft_cap("attn_logit_softcapping");
   }
-  if (!(global_rope.base > 0 && local_rope.base > 0 && global_rope.factor > 0))
-    reader.refuse("rope", "has a base or factor that is not positive");
 
   layer.ffn.activation = Activation::kGeluTanh;
   const std::vector<int64_t> dims = reader.per_layer(name("feed_forward_length", "intermediate_size"), n_layers, 1, kMaxDim);

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "model/config_reader.h"
 #include "model/tensor_names.h"
+#include "weights/quote.h"
 
 namespace beryl {
 namespace {
@@ -20,13 +21,14 @@ struct Geometry {
 };
 
 // Both forms of config.json: global_head_dim and num_global_key_value_heads beside the flat keys (published
-// checkpoints), or per_layer_config with overrides by layer index (recent transformers).
+// checkpoints), or per_layer_config with overrides by layer index (recent transformers), where layers that are not
+// listed have the flat values.
 Geometry hugging_face_geometry(const ConfigReader& reader, int layer, bool slides, bool k_eq_v) {
   const int flat_dim = static_cast<int>(reader.integer("head_dim", 2, kMaxHeadDim));
   const int flat_kv = static_cast<int>(reader.integer("num_key_value_heads", 1, kMaxHeads));
   if (slides) return {flat_dim, flat_kv};
   const std::string own = fmt::format("per_layer_config.{}.", layer);
-  Geometry geometry{kDefaultGlobalHeadDim, flat_kv};
+  Geometry geometry{reader.has("per_layer_config") ? flat_dim : kDefaultGlobalHeadDim, flat_kv};
   if (const auto dim = reader.optional_integer(own + "head_dim", 2, kMaxHeadDim)) {
     geometry.head_dim = static_cast<int>(*dim);
   } else if (const auto global_dim = reader.optional_integer("global_head_dim", 2, kMaxHeadDim)) {
@@ -67,9 +69,9 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
   const int n_layers = static_cast<int>(reader.integer(name("block_count", "num_hidden_layers"), 1, kMaxLayers));
   config.model_dim = reader.integer(name("embedding_length", "hidden_size"), 1, kMaxDim);
   config.context = reader.integer(name("context_length", "max_position_embeddings"), 1, kMaxContext);
-  config.norm_eps = reader.number(name("attention.layer_norm_rms_epsilon", "rms_norm_eps"));
+  config.norm_eps = reader.norm_eps(name("attention.layer_norm_rms_epsilon", "rms_norm_eps"));
   config.embedding_scale = std::sqrt(static_cast<double>(config.model_dim));
-  config.final_softcap = reader.optional_number("final_logit_softcapping").value_or(0);
+  config.final_softcap = reader.soft_cap("final_logit_softcapping");
   config.per_layer_dim =
       reader.optional_integer(name("embedding_length_per_layer_input", "hidden_size_per_layer_input"), 0, kMaxDim).value_or(0);
 
@@ -81,9 +83,8 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
 
   std::vector<bool> sliding;
   if (gguf) {
-    const auto pattern = reader.optional_array("attention.sliding_window_pattern", n_layers);
-    if (!pattern) reader.refuse("attention.sliding_window_pattern", "is missing");
-    for (int64_t value : *pattern) sliding.push_back(value != 0);
+    const std::vector<int64_t> pattern = reader.per_layer("attention.sliding_window_pattern", n_layers, 0, 1);
+    sliding.assign(pattern.begin(), pattern.end());
   } else {
     const auto types = sliding_layers(reader, n_layers);
     if (!types) reader.refuse("layer_types", "is missing");
@@ -102,8 +103,8 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
     const std::vector<int64_t> kv_heads = reader.per_layer("attention.head_count_kv", n_layers, 1, kMaxHeads);
     for (int i = 0; i < n_layers; ++i)
       geometry.push_back({sliding[static_cast<size_t>(i)] ? local_dim : global_dim, static_cast<int>(kv_heads[static_cast<size_t>(i)])});
-    global_rope.base = reader.optional_number("rope.freq_base").value_or(1e6);
-    local_rope.base = reader.optional_number("rope.freq_base_swa").value_or(1e4);
+    global_rope.base = reader.positive_or("rope.freq_base", 1e6);
+    local_rope.base = reader.positive_or("rope.freq_base_swa", 1e4);
     global_rope.divisors = rope_divisors(checkpoint, global_dim);
     // Without the tensor nothing says which pairs turn, and turning all of them would be silently wrong.
     if (global_rope.divisors.empty())
@@ -112,7 +113,7 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
   } else {
     const std::string activation = reader.optional_string("hidden_activation").value_or("gelu_pytorch_tanh");
     if (activation != "gelu_pytorch_tanh")
-      reader.unsupported("hidden_activation", fmt::format("is '{}'; gelu_pytorch_tanh is supported", activation));
+      reader.unsupported("hidden_activation", fmt::format("is {}; gelu_pytorch_tanh is supported", quote(activation)));
     if (reader.boolean_or("attention_bias", false)) reader.unsupported("attention_bias", "is true: biases are not supported");
     for (int i = 0; i < n_layers; ++i) geometry.push_back(hugging_face_geometry(reader, i, sliding[static_cast<size_t>(i)], k_eq_v));
     global_rope = read_rope(reader, "rope_parameters.full_attention.", 1e6);
@@ -122,7 +123,6 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
       global_rope.rotated_share = 0.25;
     }
   }
-  if (!(global_rope.base > 0 && local_rope.base > 0)) reader.refuse("rope", "has a base that is not positive");
 
   std::vector<int64_t> ffn_dims = reader.per_layer(name("feed_forward_length", "intermediate_size"), n_layers, 1, kMaxDim);
   if (!gguf && reader.boolean_or("use_double_wide_mlp", false))
@@ -169,9 +169,12 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
         reader.refuse(name("attention.shared_kv_layers", "num_kv_shared_layers"),
                       fmt::format("is {}: layer {} has no earlier layer of its kind to share with", n_shared, i));
       const AttentionSpec& owner = config.layers[static_cast<size_t>(source)].attention;
-      if (owner.head_dim != attention.head_dim || owner.n_kv_heads != attention.n_kv_heads)
-        reader.refuse(name("attention.head_count_kv", "num_key_value_heads"),
-                      fmt::format("differs between layer {} and layer {}, whose cache it reads", i, source));
+      const auto refuse_other = [&](const char* key, int own, int owners) {
+        if (own != owners)
+          reader.refuse(key, fmt::format("is {} in layer {}, {} in layer {}, whose cache it reads", own, i, owners, source));
+      };
+      refuse_other(name("attention.key_length", "head_dim"), attention.head_dim, owner.head_dim);
+      refuse_other(name("attention.head_count_kv", "num_key_value_heads"), attention.n_kv_heads, owner.n_kv_heads);
       attention.cache_layer = source;
       attention.v_from_k = owner.v_from_k;
     }

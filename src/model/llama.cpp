@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "model/config_reader.h"
+#include "weights/quote.h"
 
 namespace beryl {
 
@@ -18,7 +19,7 @@ ModelConfig read_llama_config(const Checkpoint& checkpoint) {
   const int n_layers = static_cast<int>(reader.integer(name("block_count", "num_hidden_layers"), 1, kMaxLayers));
   config.model_dim = reader.integer(name("embedding_length", "hidden_size"), 1, kMaxDim);
   config.context = reader.integer(name("context_length", "max_position_embeddings"), 1, kMaxContext);
-  config.norm_eps = reader.number(name("attention.layer_norm_rms_epsilon", "rms_norm_eps"));
+  config.norm_eps = reader.norm_eps(name("attention.layer_norm_rms_epsilon", "rms_norm_eps"));
   config.interleaved_rope = gguf;   // GGUF's llama rows are permuted, whatever the model
   if (gguf && reader.optional_integer("expert_count", 0, kMaxExperts).value_or(0) > 0)
     reader.unsupported("expert_count", "is not 0: experts in the llama architecture (Mixtral) are not supported");
@@ -47,13 +48,13 @@ ModelConfig read_llama_config(const Checkpoint& checkpoint) {
     const auto rotated = reader.optional_integer("rope.dimension_count", 2, kMaxHeadDim);
     if (rotated && *rotated != attention.head_dim)
       reader.unsupported("rope.dimension_count", fmt::format("is {}, whole heads of {} were expected", *rotated, attention.head_dim));
-    attention.rope.base = reader.optional_number("rope.freq_base").value_or(10000);
+    attention.rope.base = reader.positive_or("rope.freq_base", 10000);
     const std::string scaling = reader.optional_string("rope.scaling.type").value_or("none");
     if (scaling == "linear") {
       attention.rope.scaling = RopeSpec::Scaling::kLinear;
-      attention.rope.factor = reader.number("rope.scaling.factor");
+      attention.rope.factor = reader.positive("rope.scaling.factor");
     } else if (scaling != "none") {
-      reader.unsupported("rope.scaling.type", fmt::format("is '{}'; none and linear are supported", scaling));
+      reader.unsupported("rope.scaling.type", fmt::format("is {}; none and linear are supported", quote(scaling)));
     }
     std::vector<float> divisors = rope_divisors(checkpoint, attention.head_dim);
     if (!divisors.empty()) {
@@ -66,12 +67,11 @@ ModelConfig read_llama_config(const Checkpoint& checkpoint) {
     for (const char* bias : {"attention_bias", "mlp_bias"})
       if (reader.boolean_or(bias, false)) reader.unsupported(bias, "is true: biases are not supported");
     const std::string activation = reader.optional_string("hidden_act").value_or("silu");
-    if (activation != "silu") reader.unsupported("hidden_act", fmt::format("is '{}'; silu is supported", activation));
-    const double base = reader.optional_number("rope_theta").value_or(10000);
+    if (activation != "silu") reader.unsupported("hidden_act", fmt::format("is {}; silu is supported", quote(activation)));
+    const double base = reader.positive_or("rope_theta", 10000);
     attention.rope = reader.has("rope_parameters") ? read_rope(reader, "rope_parameters.", base)
                                                    : read_rope(reader, "rope_scaling.", base);
   }
-  if (!(attention.rope.base > 0 && attention.rope.factor > 0)) reader.refuse("rope", "has a base or factor that is not positive");
 
   layer.ffn.activation = Activation::kSilu;
   const std::vector<int64_t> dims = reader.per_layer(name("feed_forward_length", "intermediate_size"), n_layers, 1, kMaxDim);

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "model/tensor_names.h"
 #include "weights/host_matrix.h"
+#include "weights/quote.h"
 
 namespace beryl {
 namespace {
@@ -94,7 +95,8 @@ class CheckpointSource final : public TensorSource {
 
   // Names that the model does not use; refuses those that no model should hold.
   std::vector<std::string> take_ignored() {
-    used_.insert("rope_freqs.weight");   // read by the config
+    // Read by the config, which makes the rope's frequencies of it.
+    if (checkpoint_.container() == Container::kGguf && family_ != Family::kGemma3) used_.insert("rope_freqs.weight");
     std::vector<std::string> unused;
     for (const TensorInfo& tensor : checkpoint_.tensors()) {
       if (used_.contains(tensor.name)) continue;
@@ -114,7 +116,7 @@ class CheckpointSource final : public TensorSource {
   std::string name_of(Role role, int layer) const { return names_.of(role, layer, family_); }
 
   [[noreturn]] void refuse(const std::string& name, const std::string& what) const {
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor '{}' {}", checkpoint_.path(), name, what));
+    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor {} {}", checkpoint_.path(), quote(name), what));
   }
 
   const TensorInfo& use(Role role, int layer, const std::string& expected_shape) {
@@ -142,7 +144,8 @@ class Collector {
     const int64_t width = config_.model_dim;
     w.embedding = add("embedding", {matrix(Role::kEmbedding, -1, config_.vocab, width)});
     w.output_norm = norm("output norm", Role::kOutputNorm, -1, width);
-    w.head = source_.has(Role::kHead, -1) ? add("head", {matrix(Role::kHead, -1, config_.vocab, width)}) : w.embedding;
+    const bool has_head = config_.untied_head || source_.has(Role::kHead, -1);
+    w.head = has_head ? add("head", {matrix(Role::kHead, -1, config_.vocab, width)}) : w.embedding;
     if (config_.per_layer_dim > 0) {
       const int64_t all = config_.n_layers() * config_.per_layer_dim;
       w.per_layer_embedding = add("per-layer embedding", {matrix(Role::kPerLayerEmbedding, -1, config_.vocab, all)});
@@ -216,7 +219,8 @@ class Collector {
     w.router_norm = add_vector(label("router norm"), std::move(scale));
     w.router = add(label("router"), {matrix(Role::kRouter, i, ffn.n_experts, width)});
     w.expert_scale = add_vector(label("expert scale"), source_.values(Role::kExpertScale, i, ffn.n_experts));
-    if (source_.has(Role::kExpertGateUp, i)) {
+    // Missing both ways, the usual one is named.
+    if (source_.has(Role::kExpertGateUp, i) || !source_.has(Role::kExpertGate, i)) {
       const HostMatrix fused = matrix(Role::kExpertGateUp, i, 2 * ffn.expert_dim, width, ffn.n_experts);
       w.expert_gate_up = add(label("expert gate|up"), {row_slice(fused, 0, ffn.expert_dim), row_slice(fused, ffn.expert_dim, ffn.expert_dim)});
     } else {
