@@ -43,8 +43,11 @@ void log_probabilities(const Real* logits, int64_t vocab, const SampleParams& pa
   for (int64_t i = 0; i < vocab; ++i) largest = std::max(largest, static_cast<double>(logits[i]));
   double sum = 0;
   for (int64_t i = 0; i < vocab; ++i) sum += std::exp(static_cast<double>(logits[i]) - largest);
-  const double log_sum = largest + std::log(sum);
-  result.logprob = static_cast<float>(static_cast<double>(logits[result.id]) - log_sum);
+  const double log_sum = std::log(sum);
+  const auto log_probability = [&](int32_t id) {   // difference first: it is exact however large the logits are
+    return static_cast<float>(static_cast<double>(logits[id]) - largest - log_sum);
+  };
+  result.logprob = log_probability(result.id);
   const int64_t n_top = std::min<int64_t>(params.n_logprobs, vocab);
   scratch.order.resize(static_cast<size_t>(vocab));
   for (int64_t i = 0; i < vocab; ++i) scratch.order[static_cast<size_t>(i)] = static_cast<int32_t>(i);
@@ -52,7 +55,7 @@ void log_probabilities(const Real* logits, int64_t vocab, const SampleParams& pa
                     [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); });
   for (int64_t i = 0; i < n_top; ++i) {
     const int32_t id = scratch.order[static_cast<size_t>(i)];
-    result.top.emplace_back(id, static_cast<float>(static_cast<double>(logits[id]) - log_sum));
+    result.top.emplace_back(id, log_probability(id));
   }
 }
 
