@@ -51,8 +51,8 @@ struct MatvecKernelArgs {
 
 struct MatvecShared {               // behind the ring, x, its scales and the partial sums
   float4 sums[kMatvecMaxRows][kMatvecWarps];
-  alignas(8) uint64_t full[8];
-  uint64_t empty[8];
+  alignas(8) uint64_t full[kMatvecMaxStages];
+  uint64_t empty[kMatvecMaxStages];
 };
 static_assert(sizeof(MatvecShared) <= 2560);
 

@@ -346,7 +346,8 @@ void decode_tile_row(Format format, const TileRow& row, float row_scale, float* 
     switch (format) {
       case Format::kFp4G128: out[c] = kE2m1Values[code] * bf16_at(0); break;
       case Format::kMxfp4: out[c] = mxfp4_half_scale(row.meta[group]) * static_cast<float>(kE2m1Doubled[code]); break;
-      case Format::kNvfp4: out[c] = nvfp4_half_scale(row.meta[c / 16]) * static_cast<float>(kE2m1Doubled[code]); break;
+      case Format::kNvfp4: out[c] = nvfp4_half_scale(row.meta[c / 16] | 0x80) *   // 0x7f on disk became 0
+                                     static_cast<float>(kE2m1Doubled[code]); break;
       case Format::kQ4_0: out[c] = f16_at(group) * sign_extend(code, 4); break;
       case Format::kQ5_0: out[c] = f16_at(group) * sign_extend(code, 5); break;
       case Format::kQ8_0: out[c] = sign_extend(code, 8) * f16_at(group); break;
@@ -562,7 +563,7 @@ MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice&
     for (const int budget : {half, device.shared_per_block}) {
       const int stages = (budget - fixed) / plan.stage_bytes;
       if (stages < 3 && !(stages_a_chunk == 1 && stages == 2)) continue;
-      launch.ring_stages = std::min({stages, 8, std::max(2, units_a_block * plan.n_stages)});
+      launch.ring_stages = std::min({stages, kMatvecMaxStages, std::max(2, units_a_block * plan.n_stages)});
       launch.shared_bytes = fixed + launch.ring_stages * plan.stage_bytes;
       return launch;
     }

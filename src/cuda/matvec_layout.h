@@ -53,6 +53,7 @@ BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
 inline constexpr int kTileRows = 16;
 inline constexpr int kStageSlices = 2;        // a warp multiplies two tiles side by side
 inline constexpr int kMatvecWarps = 8;        // of a block; k_warps · row_warps of them have tiles
+inline constexpr int kMatvecMaxStages = 8;    // of the ring
 inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 
 // One matrix of one format: parts stacked one under the other (q, k, v), or gate and up.
