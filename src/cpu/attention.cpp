@@ -24,7 +24,7 @@ HWY_INLINE int64_t padded16(int64_t n) { return (n + 15) / 16 * 16; }
 // Where things lie in a task's scratch.
 struct Workspace {
   float* q;           // tiles of kTokenTile rows, [padded / 16][rows of the tile][16]
-  float* scores;      // [n_rows][kSplitKeys]: scores, then their exponentials
+  float* scores;      // [n_rows][split_keys]: scores, then their exponentials
   float* split;       // [n_rows][partial_floats]
   float* total;       // [n_rows][partial_floats]
   float* padded_keys; // [kPageTokens][padded], where head_dim is not a multiple of 16
@@ -36,7 +36,7 @@ HWY_INLINE Workspace workspace(const AttentionTask& task, float* scratch) {
   Workspace w;
   w.q = scratch;
   w.scores = w.q + n_rows * padded;
-  w.split = w.scores + n_rows * kSplitKeys;
+  w.split = w.scores + n_rows * task.split_keys;
   w.total = w.split + n_rows * partial;
   w.padded_keys = w.total + n_rows * partial;
   return w;
@@ -49,9 +49,9 @@ struct LiveRange {
   bool empty() const { return begin >= end; }
 };
 HWY_INLINE LiveRange live_range(const AttentionTask& task, int64_t token, int64_t split) {
-  const int64_t position = task.position + token, split_begin = split * kSplitKeys;
+  const int64_t position = task.position + token, split_begin = split * task.split_keys;
   return {std::max<int64_t>(first_live_key(position, task.window) - split_begin, 0),
-          std::min<int64_t>(position + 1 - split_begin, kSplitKeys)};
+          std::min<int64_t>(position + 1 - split_begin, task.split_keys)};
 }
 
 HWY_INLINE const float* cache_row(const AttentionTask& task, const float* pool, int64_t position) {
@@ -79,7 +79,7 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
   const int64_t n_rows = int64_t{task.n_tokens} * task.group, padded = padded16(task.head_dim);
   const int64_t n_tiles = (n_rows + kTokenTile - 1) / kTokenTile;
   for (int64_t m = keys.begin; m < keys.end;) {
-    const int64_t position = split * kSplitKeys + m;
+    const int64_t position = split * task.split_keys + m;
     const int64_t n_in_page = std::min(keys.end - m, kPageTokens - position % kPageTokens);
     const float* key = cache_row(task, task.keys, position);
     int64_t stride = task.row_stride;
@@ -94,12 +94,13 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
     for (; i + kRowTile <= n_in_page; i += kRowTile)
       for (int64_t tile = 0; tile < n_tiles; ++tile)
         multiply_strided_tile(key + i * stride, stride, 16, w.q + tile * kTokenTile * padded, padded / 16,
-                              tile_rows(n_rows, tile), w.scores + tile * kTokenTile * kSplitKeys + m + i, kSplitKeys);
+                              tile_rows(n_rows, tile), w.scores + tile * kTokenTile * task.split_keys + m + i,
+                              task.split_keys);
     for (; i < n_in_page; ++i)
       for (int64_t row = 0; row < n_rows; ++row) {
         const int64_t tile = row / kTokenTile;
         multiply_piece<1, 1>(key + i * stride, 0, 16, w.q + tile * kTokenTile * padded + row % kTokenTile * 16,
-                             16 * tile_rows(n_rows, tile), padded / 16, w.scores + row * kSplitKeys + m + i, 0);
+                             16 * tile_rows(n_rows, tile), padded / 16, w.scores + row * task.split_keys + m + i, 0);
       }
     m += n_in_page;
   }
@@ -141,7 +142,7 @@ HWY_INLINE void exponentiate(const AttentionTask& task, LiveRange live, float* s
 }
 
 // o[r] += Σ over keys [begin, end) of the split of p[r][m] · v_m, for kVectors · 16 dimensions; rows of o are o_stride
-// apart, those of p kSplitKeys.
+// apart, those of p split_keys.
 template <int kRows, int kVectors>
 HWY_NOINLINE void add_values(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
                              int64_t dim, float* o, int64_t o_stride) {
@@ -150,7 +151,7 @@ HWY_NOINLINE void add_values(const AttentionTask& task, int64_t split, int64_t b
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = load16(o + r * o_stride + dim + 16 * v);
   for (int64_t m = begin; m < end;) {
-    const int64_t position = split * kSplitKeys + m;
+    const int64_t position = split * task.split_keys + m;
     const int64_t n_in_page = std::min(end - m, kPageTokens - position % kPageTokens);
     const float* value = cache_row(task, task.values, position) + dim;
     for (int64_t i = 0; i < n_in_page; ++i, value += task.row_stride)
@@ -158,7 +159,7 @@ HWY_NOINLINE void add_values(const AttentionTask& task, int64_t split, int64_t b
         FloatPart columns[kVectors];
         for (int v = 0; v < kVectors; ++v) columns[v] = hn::LoadU(d, value + 16 * v + part * kPartLanes);
         for (int r = 0; r < kRows; ++r) {
-          const FloatPart weight = hn::Set(d, p[r * kSplitKeys + m + i]);
+          const FloatPart weight = hn::Set(d, p[r * task.split_keys + m + i]);
           for (int v = 0; v < kVectors; ++v)
             sums[r][v].part[part] = hn::MulAdd(weight, columns[v], sums[r][v].part[part]);
         }
@@ -174,7 +175,7 @@ HWY_NOINLINE void add_values_tail(const AttentionTask& task, int64_t split, Live
                                   float* o) {
   Vec16 sum = load16(o + dim);
   for (int64_t m = live.begin; m < live.end; ++m) {
-    const float* value = cache_row(task, task.values, split * kSplitKeys + m) + dim;
+    const float* value = cache_row(task, task.values, split * task.split_keys + m) + dim;
     sum = mul_add(set16(p[m]), load16_some(value, task.head_dim - dim), sum);
   }
   store16(sum, o + dim);
@@ -201,7 +202,7 @@ void attend_split(const AttentionTask& task, int64_t split, const Workspace& w, 
     const LiveRange live = live_range(task, row / task.group, split);
     float* o = partial + row * stride;
     if (live.empty()) continue;
-    exponentiate(task, live, w.scores + row * kSplitKeys, o[padded], o[padded + 1]);
+    exponentiate(task, live, w.scores + row * task.split_keys, o[padded], o[padded + 1]);
     for (int64_t c = 0; c < padded; c += 16) store16(zero16(), o + c);
   }
   for (int64_t row_begin = 0; row_begin < n_rows; row_begin += kTokenTile) {
@@ -213,12 +214,12 @@ void attend_split(const AttentionTask& task, int64_t split, const Workspace& w, 
     if (common.empty()) common.end = common.begin;
     const auto each_row = [&](auto&& body) HWY_ATTR {
       for (int64_t row = row_begin; row < row_begin + rows; ++row)
-        body(live_range(task, row / task.group, split), w.scores + row * kSplitKeys, partial + row * stride);
+        body(live_range(task, row / task.group, split), w.scores + row * task.split_keys, partial + row * stride);
     };
     each_row([&](LiveRange live, const float* p, float* o) HWY_ATTR {
       add_values_of_rows<1>(task, split, live.begin, std::min(common.begin, live.end), p, o, stride);
     });
-    const float* p = w.scores + row_begin * kSplitKeys;
+    const float* p = w.scores + row_begin * task.split_keys;
     float* o = partial + row_begin * stride;
     switch (rows) {
       case 1: add_values_of_rows<1>(task, split, common.begin, common.end, p, o, stride); break;
@@ -266,7 +267,7 @@ void attend(const AttentionTask& task, float* scratch) {
     for (int64_t row = 0; row < n_rows; ++row) {
       const int64_t token = row / task.group;
       if (live_range(task, token, split).empty()) continue;
-      const bool is_first = split == first_live_key(task.position + token, task.window) / kSplitKeys;
+      const bool is_first = split == first_live_key(task.position + token, task.window) / task.split_keys;
       float* total = w.total + row * stride;
       if (is_first) {
         std::memcpy(total, w.split + row * stride, static_cast<size_t>(stride) * sizeof(float));
@@ -289,8 +290,10 @@ void merge_all(const AttentionTask& task, float* partials) {
   const int64_t stride = partial_floats(task.head_dim);
   for (int64_t row = 0; row < n_rows; ++row) {
     const int64_t position = task.position + row / task.group;
-    const int64_t begin = first_live_key(position, task.window) / kSplitKeys, end = position / kSplitKeys;
-    const auto partial = [&](int64_t split) { return partials + ((split - first_split(task)) * n_rows + row) * stride; };
+    const int64_t begin = first_live_key(position, task.window) / task.split_keys, end = position / task.split_keys;
+    const auto partial = [&](int64_t split) {
+      return partials + ((split - first_split(task)) * n_rows + row) * stride;
+    };
     for (int64_t split = begin + 1; split <= end; ++split) merge(partial(begin), partial(split), padded);
     write_row(task, row, partial(begin));
   }
@@ -303,7 +306,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace beryl {
 
-static_assert(kSplitKeys % kPageTokens == 0);
+static_assert(kMinSplitKeys % kPageTokens == 0);
 
 HWY_EXPORT(attend);
 HWY_EXPORT(attend_one_split);
@@ -311,7 +314,8 @@ HWY_EXPORT(merge_all);
 
 int64_t attention_scratch_floats(int64_t n_rows, int head_dim) {
   const int64_t padded = (head_dim + 15) / 16 * 16;
-  return n_rows * (padded + kSplitKeys + 2 * partial_floats(head_dim)) + (head_dim % 16 == 0 ? 0 : kPageTokens * padded);
+  const int64_t padded_keys = head_dim % 16 == 0 ? 0 : kPageTokens * padded;
+  return n_rows * (padded + kMaxSplitKeys + 2 * partial_floats(head_dim)) + padded_keys;
 }
 
 void run_attention(const AttentionTask& task, float* scratch) { HWY_DYNAMIC_DISPATCH(attend)(task, scratch); }

@@ -1,20 +1,30 @@
 // Attention over the paged cache, for the rows of one step.
 //
-// The keys of a token are cut at absolute positions that are multiples of kSplitKeys. Each split gives an unnormalised
-// sum: o = Σ e^(s_m - m_max) · v_m, l = Σ e^(s_m - m_max), over the token's live keys in ascending order; splits are merged
-// from left to right. That order is fixed by the token's position alone, so the result depends neither on the other
-// tokens, nor on the chunk that the token came in, nor on threads. Only live keys are read: no row of the cache that no
-// token of the step may see, and a token's sums hold nothing but its own live keys.
+// The keys of a token are cut at absolute positions that are multiples of split_keys(its position). Each split gives an
+// unnormalised sum: o = Σ e^(s_m - m_max) · v_m, l = Σ e^(s_m - m_max), over the token's live keys in ascending order;
+// splits are merged from left to right. That order is fixed by the token's position alone, so the result depends
+// neither on the other tokens, nor on the chunk that the token came in, nor on threads. Only live keys are read: no row
+// of the cache that no token of the step may see, and a token's sums hold nothing but its own live keys.
 #pragma once
 
 #include <cstdint>
 
 namespace beryl {
 
-inline constexpr int kSplitKeys = 512;
+// Short enough for the threads to share one token's keys, long enough that there are at most some hundred splits.
+inline constexpr int kMinSplitKeys = 128, kMaxSplitKeys = 1024;
+inline int split_keys(int64_t position, int window) {
+  const int64_t live = window == 0 || position < window ? position : window;
+  return live < 8192 ? kMinSplitKeys : live < 32768 ? 512 : kMaxSplitKeys;
+}
+// At most so many splits hold live keys of the tokens of a task of n_tokens, in a cache of `context` positions.
+inline int64_t max_splits(int64_t context, int window, int n_tokens) {
+  const int64_t live = (window == 0 || context < window ? context : window) + n_tokens;
+  const int64_t longest = live <= 32768 ? 64 : live / kMaxSplitKeys;
+  return longest + 2;
+}
 
-// Tokens [token_begin, token_begin + n_tokens) of one sequence, at consecutive positions, for one KV head and the query
-// heads that read it.
+// Consecutive tokens of one sequence with equal split_keys, for one KV head and the query heads that read it.
 struct AttentionTask {
   const float* q = nullptr;         // of the first token and the first of the query heads: [n_tokens][group][head_dim]
   int64_t q_stride = 0;             // floats from token to token
@@ -30,6 +40,7 @@ struct AttentionTask {
   int n_entries = 0;
   int64_t position = 0;             // of the first token; the others follow
   int window = 0;                   // 0: none
+  int split_keys = 0;               // of its tokens
   float scale = 1;
   float softcap = 0;
 };
@@ -54,7 +65,9 @@ inline int64_t partial_floats(int head_dim) { return (head_dim + 15) / 16 * 16 +
 void run_attention_split(const AttentionTask& task, int64_t split, float* partial, float* scratch);
 // partials: [splits][n_rows][partial_floats(head_dim)], of the splits from first_split(task) to last_split(task).
 void merge_attention_splits(const AttentionTask& task, float* partials);
-inline int64_t first_split(const AttentionTask& task) { return first_live_key(task.position, task.window) / kSplitKeys; }
-inline int64_t last_split(const AttentionTask& task) { return (task.position + task.n_tokens - 1) / kSplitKeys; }
+inline int64_t first_split(const AttentionTask& task) {
+  return first_live_key(task.position, task.window) / task.split_keys;
+}
+inline int64_t last_split(const AttentionTask& task) { return (task.position + task.n_tokens - 1) / task.split_keys; }
 
 }  // namespace beryl

@@ -1,5 +1,5 @@
-// The CPU executor: looks up what an op names, cuts its work into items, and hands them to the pool. The arithmetic is in
-// linear.cpp, attention.cpp, elementwise.cpp and dequant.cpp.
+// The CPU executor: looks up what an op names, cuts its work into items, and hands them to the pool. The arithmetic is
+// in linear.cpp, attention.cpp, elementwise.cpp and dequant.cpp.
 #include "cpu/cpu_backend.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace {
 bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
 
 // Attention of this many tokens at most may be cut along the keys; each needs room for its partial sums.
-constexpr int kMaxSplitTokens = 8;
+constexpr int kMaxSplitTokens = 4;
 // Rows with fewer values in all are not worth waking the workers for.
 constexpr int64_t kValuesWorthAThread = 8192;
 
@@ -52,7 +52,8 @@ class ScratchCounter {
 
   void operator()(const Linear& op) {
     const RowCount count = program_.rows[static_cast<size_t>(op.x.slot)].count;
-    add_product(count == RowCount::kTokens ? limits_.max_tokens : limits_.max_outputs, op.x.cols, is_gated(op.epilogue));
+    const int n_rows = count == RowCount::kTokens ? limits_.max_tokens : limits_.max_outputs;
+    add_product(n_rows, op.x.cols, is_gated(op.epilogue));
   }
   void operator()(const Attention& op) {
     const CacheDecl& cache = program_.caches[static_cast<size_t>(op.cache)];
@@ -60,9 +61,9 @@ class ScratchCounter {
     const int64_t heads_per_kv = op.n_heads / cache.n_kv_heads;
     const int64_t n_rows = std::max<int64_t>(kAttentionRows, heads_per_kv);
     grow(sizes_.attention, attention_scratch_floats(n_rows, cache.head_dim));
-    const int64_t window = program_.groups[group_index].window;
-    const int64_t context = int64_t{limits_.n_entries[group_index]} * kPageTokens;
-    const int64_t n_splits = (window == 0 ? context : std::min(window, context) + kMaxSplitTokens) / kSplitKeys + 2;
+    const int window = program_.groups[group_index].window;
+    const int64_t n_splits =
+        max_splits(int64_t{limits_.n_entries[group_index]} * kPageTokens, window, kMaxSplitTokens);
     grow(sizes_.partials,
          std::min(kMaxSplitTokens, limits_.max_tokens) * op.n_heads * n_splits * partial_floats(cache.head_dim));
     grow(sizes_.n_attention_tasks, int64_t{limits_.max_tokens} * cache.n_kv_heads);
@@ -121,7 +122,8 @@ std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
 
 std::vector<Allocation> plan_all(const Program& program, const StepLimits& limits, int n_threads) {
   std::vector<Allocation> plan = plan_host_buffers(program, limits, sizeof(float));
-  for (Allocation& each : plan_scratch(ScratchCounter(program, limits).sizes(), n_threads)) plan.push_back(std::move(each));
+  for (Allocation& each : plan_scratch(ScratchCounter(program, limits).sizes(), n_threads))
+    plan.push_back(std::move(each));
   return plan;
 }
 
@@ -179,7 +181,8 @@ class CpuExecutor final : public HostExecutor<float> {
 
   void run_op(const Embed& op) {
     const HostMatrix& table = program_.matrix(op.table).parts.front();
-    for_rows(n_tokens_, op.out.cols, [&](int64_t t) { dequantize_row_scaled(table, 0, id(t), op.scale, row(op.out, t)); });
+    for_rows(n_tokens_, op.out.cols,
+             [&](int64_t t) { dequantize_row_scaled(table, 0, id(t), op.scale, row(op.out, t)); });
   }
 
   void run_op(const GatherRows& op) {
@@ -213,7 +216,7 @@ class CpuExecutor final : public HostExecutor<float> {
     });
   }
 
-  // ---- products ------------------------------------------------------------------------------------------------------
+  // ---- products --------------------------------------------------------------------------------------------------
 
   // A Product cut into blocks of rows and of token tiles, which are the items of a loop.
   struct Job {
@@ -279,7 +282,8 @@ class CpuExecutor final : public HostExecutor<float> {
   void run_op(const Linear& op) {
     const WeightMatrix& weight = program_.matrix(op.weight);
     Product product;
-    product.x = pack(row(op.x, 0), row_stride(op.x), nullptr, row_norm(op.norm), n_rows(op.x), op.x.cols, scratch(kPacked));
+    product.x = pack(row(op.x, 0), row_stride(op.x), nullptr, row_norm(op.norm), n_rows(op.x), op.x.cols,
+                     scratch(kPacked));
     product.epilogue = op.epilogue;
     product.softcap = op.softcap;
     product.y = row(op.y, 0);
@@ -305,7 +309,8 @@ class CpuExecutor final : public HostExecutor<float> {
 
   void run_op(const Route& op) {
     Product product;
-    product.x = pack(row(op.x, 0), row_stride(op.x), nullptr, row_norm(op.norm), n_tokens_, op.x.cols, scratch(kPacked));
+    product.x = pack(row(op.x, 0), row_stride(op.x), nullptr, row_norm(op.norm), n_tokens_, op.x.cols,
+                     scratch(kPacked));
     product.weight = &program_.matrix(op.weight).parts.front();
     product.y = scratch(kRouteLogits);
     product.y_stride = op.n_experts;
@@ -392,7 +397,8 @@ class CpuExecutor final : public HostExecutor<float> {
     float* outputs = scratch(kExpertOutputs);
     for_experts([&](int64_t expert, int64_t begin, int64_t end) {
       Product product;
-      product.x = pack_expert(begin, end, hidden + begin * op.expert_dim, op.expert_dim, nullptr, RowNorm{}, op.expert_dim);
+      product.x = pack_expert(begin, end, hidden + begin * op.expert_dim, op.expert_dim, nullptr, RowNorm{},
+                              op.expert_dim);
       product.expert = expert;
       product.weight = &down;
       product.y = outputs + begin * op.y.cols;
@@ -406,16 +412,21 @@ class CpuExecutor final : public HostExecutor<float> {
     });
   }
 
-  // ---- attention -------------------------------------------------------------------------------------------------------
+  // ---- attention -------------------------------------------------------------------------------------------------
 
   void make_attention_tasks(const Attention& op) {
     const CacheDecl& cache = program_.caches[static_cast<size_t>(op.cache)];
     const int group = op.n_heads / cache.n_kv_heads;
     const int64_t max_tokens = std::max(1, kAttentionRows / group);
+    const int window = program_.groups[static_cast<size_t>(cache.group)].window;
+    const auto fits = [&](int64_t token, int64_t first) {
+      return token < n_tokens_ && token - first < max_tokens && sequence(token) == sequence(first) &&
+             split_keys(position(token), window) == split_keys(position(first), window);
+    };
     tasks_.clear();
     for (int64_t begin = 0; begin < n_tokens_;) {
       int64_t end = begin + 1;
-      while (end < n_tokens_ && end - begin < max_tokens && sequence(end) == sequence(begin)) ++end;
+      while (fits(end, begin)) ++end;
       AttentionTask task;
       task.n_tokens = static_cast<int>(end - begin);
       task.q_stride = row_stride(op.q);
@@ -426,7 +437,8 @@ class CpuExecutor final : public HostExecutor<float> {
       task.table = page_table(cache.group, sequence(begin));
       task.n_entries = limits_.n_entries[static_cast<size_t>(cache.group)];
       task.position = position(begin);
-      task.window = program_.groups[static_cast<size_t>(cache.group)].window;
+      task.window = window;
+      task.split_keys = split_keys(task.position, window);
       task.scale = op.scale;
       task.softcap = op.softcap;
       for (int64_t kv_head = 0; kv_head < cache.n_kv_heads; ++kv_head) {

@@ -91,7 +91,8 @@ HWY_INLINE void look_up_nibbles(const Vec16& table, const uint8_t* from, Vec16& 
 // code - 16 where its bit is clear, code where it is set: with the bit as fifth digit, code - 16.
 HWY_INLINE Vec16 minus_16_where_clear(IntPart codes, uint16_t bits) {
   const __mmask16 is_clear = static_cast<__mmask16>(~bits);
-  return {{FloatPart{_mm512_cvtepi32_ps(_mm512_mask_sub_epi32(codes.raw, is_clear, codes.raw, _mm512_set1_epi32(16)))}}};
+  const __m512i moved = _mm512_mask_sub_epi32(codes.raw, is_clear, codes.raw, _mm512_set1_epi32(16));
+  return {{FloatPart{_mm512_cvtepi32_ps(moved)}}};
 }
 #else
 constexpr bool kHasLaneTable = false;
@@ -110,7 +111,8 @@ HWY_INLINE IntPart lanes_of(Bytes bytes) {
 #elif HWY_MAX_BYTES == 32
   return hn::PromoteTo(IntTag(), hn::LowerHalf(hn::Half<ByteTag>(), bytes));
 #else
-  return hn::PromoteTo(IntTag(), hn::LowerHalf(hn::Half<hn::Half<ByteTag>>(), hn::LowerHalf(hn::Half<ByteTag>(), bytes)));
+  const hn::Half<ByteTag> d8;
+  return hn::PromoteTo(IntTag(), hn::LowerHalf(hn::Half<decltype(d8)>(), hn::LowerHalf(d8, bytes)));
 #endif
 }
 
@@ -275,7 +277,8 @@ struct CodecQ4_K {
     const Vec16 scale = set16(scales.scales[kUnit]), min = set16(scales.mins[kUnit]);
     if constexpr (kHasLaneTable) {
       const Vec16 table = scale * iota16() - min;
-      IntPart first = hn::PromoteTo(IntTag(), first_bytes(from)), second = hn::PromoteTo(IntTag(), first_bytes(from + 16));
+      IntPart first = hn::PromoteTo(IntTag(), first_bytes(from));
+      IntPart second = hn::PromoteTo(IntTag(), first_bytes(from + 16));
       if constexpr (kUnit % 2 == 1) {
         first = hn::ShiftRight<4>(first);
         second = hn::ShiftRight<4>(second);

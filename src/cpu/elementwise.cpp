@@ -75,8 +75,8 @@ void finish_head(const float* x, int64_t head_dim, const RowNorm& norm, const fl
   HWY_DYNAMIC_DISPATCH(finish)(x, head_dim, norm, rope, out);
 }
 
-void weighted_sum_row(const float* terms, int64_t term_stride, const int32_t* indices, const float* weights, int n_terms,
-                      int64_t cols, float* out) {
+void weighted_sum_row(const float* terms, int64_t term_stride, const int32_t* indices, const float* weights,
+                      int n_terms, int64_t cols, float* out) {
   HWY_DYNAMIC_DISPATCH(weighted_sum)(terms, term_stride, indices, weights, n_terms, cols, out);
 }
 

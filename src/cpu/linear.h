@@ -1,7 +1,7 @@
 // y[t] = epilogue(W · norm(x[t])): the pieces of a Linear, which Experts and Route use too.
 //
-// Every W[r] · x[t] is one chain of sums in the order of vec16-inl.h over weights rounded to f32 (weights/decode.h), then
-// times the matrix's tensor_scale. Two loops give these same bits:
+// Every W[r] · x[t] is one chain of sums in the order of vec16-inl.h over weights rounded to f32 (weights/decode.h),
+// then times the matrix's tensor_scale. Two loops give these same bits:
 //   few tokens (<= kFewTokens)   each weight is decoded in registers and multiplied with all tokens: a weight stream
 //   more tokens                  a panel of rows is decoded once to f32, sized for the L2 cache; then tiles of 4 rows x
 //                                6 tokens run over it from registers

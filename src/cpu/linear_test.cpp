@@ -128,7 +128,7 @@ TEST_P(LinearTest, EqualsTheDoubleProductWithinRoundoff) {
           for (int64_t t = 0; t < shape.n_tokens; ++t) {
             double exact = 0, magnitude = 0;
             for (int64_t c = 0; c < shape.cols; ++c) {
-              const double term = static_cast<double>(w[static_cast<size_t>(c)]) * x[static_cast<size_t>(t * shape.cols + c)];
+              const double term = double{w[static_cast<size_t>(c)]} * x[static_cast<size_t>(t * shape.cols + c)];
               exact += term;
               magnitude += std::abs(term);
             }
@@ -153,10 +153,10 @@ TEST_P(LinearTest, NormsAndEpiloguesAreExactWithinRoundoff) {
   const auto exact = [&](const HostMatrix& matrix, int64_t t, int64_t r, double& bound) {
     decode_row(matrix, 0, r, w.data());
     double squares = 0, sum = 0, magnitude = 0;
-    for (int64_t c = 0; c < kCols; ++c) squares += std::pow(static_cast<double>(x[static_cast<size_t>(t * kCols + c)]), 2);
+    for (int64_t c = 0; c < kCols; ++c) squares += std::pow(double{x[static_cast<size_t>(t * kCols + c)]}, 2);
     const double factor = 1 / std::sqrt(squares / kCols + 1e-6);
     for (int64_t c = 0; c < kCols; ++c) {
-      const double term = static_cast<double>(w[static_cast<size_t>(c)]) * x[static_cast<size_t>(t * kCols + c)] * factor *
+      const double term = double{w[static_cast<size_t>(c)]} * x[static_cast<size_t>(t * kCols + c)] * factor *
                           norm_weight[static_cast<size_t>(c)];
       sum += term;
       magnitude += std::abs(term);
@@ -184,7 +184,8 @@ TEST_P(LinearTest, NormsAndEpiloguesAreExactWithinRoundoff) {
         if (epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu) {
           const double u = exact(up.matrix, t, r, up_bound);
           const double g = epilogue == Epilogue::kGatedGelu ? gelu(expected) : silu(expected);
-          bound = slope * bound * (std::abs(u) + up_bound) + std::abs(g) * up_bound + 0x1p-20 * std::abs(g * u) + 0x1p-40;
+          bound = slope * bound * (std::abs(u) + up_bound) + std::abs(g) * up_bound + 0x1p-20 * std::abs(g * u) +
+                  0x1p-40;
           expected = g * u;
         } else if (epilogue == Epilogue::kGeluTimesOther) {
           const double o = other[static_cast<size_t>(t * kRows + r)];

@@ -1,5 +1,5 @@
-// What: exp, tanh, gelu and silu stay within the error bounds that math-inl.h states, on every instruction set, and give
-//       the same bits on all that have a fused multiply-add.
+// What: exp, tanh, gelu and silu stay within the error bounds that math-inl.h states, on every instruction set, and
+//       give the same bits on all that have a fused multiply-add.
 // How:  against double, on a dense sweep of magnitudes of both signs and on the special values.
 #include <gtest/gtest.h>
 

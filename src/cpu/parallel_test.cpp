@@ -63,7 +63,8 @@ TEST(ThreadPoolTest, ResultsOfALoopAreVisibleToTheNext) {
     std::vector<int64_t> next(values.size());
     pool.parallel_for(97, 5, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i)
-        next[static_cast<size_t>(i)] = (values[static_cast<size_t>(i)] + values[static_cast<size_t>((i + 1) % 97)]) % 1009;
+        next[static_cast<size_t>(i)] =
+            (values[static_cast<size_t>(i)] + values[static_cast<size_t>((i + 1) % 97)]) % 1009;
     });
     std::vector<int64_t> expected(values.size());
     for (size_t i = 0; i < values.size(); ++i) expected[i] = (values[i] + values[(i + 1) % 97]) % 1009;

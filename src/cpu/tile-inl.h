@@ -3,8 +3,8 @@
 //   w   row r at w + r * row_stride, its next 16 columns w_step floats on
 //   x   [n16][n_tokens][16], as PackedTokens lays a tile out
 //   z   z[t * z_stride + r] = sum over columns, in the order of vec16-inl.h
-// Each target walks the tile in pieces that its registers hold: all of it on AVX-512 (24 sums of 32 registers), 2 x 3 on
-// AVX2 (12 of 16), 1 x 3 on SSE4 and NEON.
+// Each target walks the tile in pieces that its registers hold: all of it on AVX-512 (24 sums of 32 registers), 2 x 3
+// on AVX2 (12 of 16), 1 x 3 on SSE4 and NEON.
 #if defined(BERYL_CPU_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BERYL_CPU_TILE_INL_H_
 #undef BERYL_CPU_TILE_INL_H_
