@@ -30,7 +30,9 @@ class TempFolder {
   TempFolder& operator=(const TempFolder&) = delete;
 
   std::string path(std::string_view name = "") const { return name.empty() ? path_ : path_ + "/" + std::string(name); }
+  // Removes an old file first: some file systems write a truncated and refilled one to the disk at once.
   std::string write(std::string_view name, std::string_view bytes) const {
+    std::filesystem::remove(path(name));
     std::ofstream out(path(name), std::ios::binary | std::ios::trunc);
     out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
     if (!out.flush()) throw std::runtime_error("cannot write " + path(name));
