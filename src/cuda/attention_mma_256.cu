@@ -1,0 +1,8 @@
+// Attention on tensor cores for head width 256.
+#include "cuda/attention_mma.cuh"
+
+namespace beryl::cuda {
+
+template void launch_attention_dim<256>(const LaunchContext&, const AttentionArgs&, int);
+
+}  // namespace beryl::cuda

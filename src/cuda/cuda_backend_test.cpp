@@ -1,0 +1,97 @@
+// What: the GPU backend's ops equal the double result within a bound from the data, for BF16, FP8 and F32 caches, read nothing
+//       dead, write nothing beyond their buffers, and give each row the same bits whatever stands beside it; a replayed graph
+//       gives the bits of the ops run one by one.
+// How:  the table of ops/op_cases.h, a test a case; skipped where there is no GPU.
+#include "cuda/cuda_backend.h"
+
+#include <cctype>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+#include "ops/op_cases.h"
+
+namespace beryl {
+namespace {
+
+const std::vector<OpCase>& cases() {
+  static const std::vector<OpCase> table = op_cases();
+  return table;
+}
+
+std::string test_name(size_t index) {
+  std::string name;
+  for (char c : cases()[index].name) {
+    if (std::isalnum(static_cast<unsigned char>(c)) != 0) name += c;
+    else if (!name.empty() && name.back() != '_') name += '_';
+  }
+  return name;
+}
+
+Backend& gpu() {
+  static const std::unique_ptr<Backend> backend = make_cuda_backend(0);
+  return *backend;
+}
+Backend& reference() {
+  static const std::unique_ptr<Backend> backend = make_reference_backend(1);
+  return *backend;
+}
+
+// Operands of products are pairs of bf16 or integers of 16 bits relative to the largest of their group; sums are f32.
+CaseOptions options(CacheType cache_type) {
+  CaseOptions options;
+  options.cache_type = cache_type;
+  options.tolerance.activation_roundoff = 0x1p-16;
+  options.tolerance.operand_fixed_point = 0x1p-16;
+  options.tolerance.weight_roundoff = 0x1p-17;
+  options.tolerance.cache_roundoff = cache_type == CacheType::kF32 ? 0x1p-24 : cache_type == CacheType::kFp8 ? 0x1p-4 : 0x1p-9;
+  options.independent_rows = 64;
+  return options;
+}
+
+class CudaOps : public testing::TestWithParam<size_t> {
+ protected:
+  void SetUp() override {
+    if (cuda_device_count() == 0) GTEST_SKIP() << "no GPU";
+  }
+  void run(CacheType cache_type) {
+    const OpCase& op_case = cases()[GetParam()];
+    const CaseResult result = run_case(op_case, gpu(), reference(), options(cache_type));
+    EXPECT_TRUE(result.passed) << op_case.name << ": " << result.message;
+    RecordProperty("worst", std::to_string(result.worst));
+  }
+};
+
+TEST_P(CudaOps, GiveTheExactResultWithinTheirRoundings) { run(CacheType::kDefault); }
+
+class CudaCacheOps : public CudaOps {};
+
+TEST_P(CudaCacheOps, GiveTheExactResultWithAnFp8Cache) { run(CacheType::kFp8); }
+TEST_P(CudaCacheOps, GiveTheExactResultWithAnF32Cache) { run(CacheType::kF32); }
+
+std::vector<size_t> cache_cases() {
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < cases().size(); ++i)
+    for (const char* op : {"QkvFinish", "Attention", "CopyPages", "Step"})
+      if (cases()[i].op == op) indices.push_back(i);
+  return indices;
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, CudaOps, testing::Range(size_t{0}, cases().size()),
+                         [](const auto& info) { return test_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Table, CudaCacheOps, testing::ValuesIn(cache_cases()),
+                         [](const auto& info) { return test_name(info.param); });
+
+TEST(CudaBackend, SaysInOneLineThatAGpuDoesNotExist) {
+  try {
+    make_cuda_backend(99);
+    FAIL() << "GPU 99 exists";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code, ErrorCode::kDevice);
+    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace beryl

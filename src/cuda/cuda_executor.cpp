@@ -1,0 +1,344 @@
+// Inputs, graphs and the tools' access to memory; ops are in execute_ops.cpp.
+#include "cuda/cuda_executor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include <fmt/format.h>
+
+#include "base/float_formats.h"
+#include "cuda/index_math.h"
+#include "ops/host_executor.h"
+
+namespace beryl::cuda {
+
+namespace {
+
+constexpr size_t kMaxGraphs = 64;
+
+int64_t sampled_bytes(const StepLimits& limits) {
+  return limits.max_outputs * (static_cast<int64_t>(sizeof(DeviceSampled)) + kMaxLogprobs * 8);
+}
+
+}  // namespace
+
+CudaExecutor::CudaExecutor(const Program& program, const StepLimits& limits, const DeviceProperties& device)
+    : program_(program),
+      limits_(limits),
+      device_(device),
+      layout_(make_layout(program_, limits_, device_)),
+      buffers_(layout_.allocations),
+      stream_(make_stream()),
+      context_{stream_.get(), device.programmatic},
+      staging_(make_pinned(static_cast<size_t>(layout_.input_bytes), "staging for inputs")),
+      input_sent_(make_event()),
+      sampled_host_(make_pinned(static_cast<size_t>(sampled_bytes(limits_)), "staging for samples")) {
+  import_weights(program_, layout_, buffers_);
+}
+
+CudaExecutor::~CudaExecutor() = default;
+
+void CudaExecutor::set_input(const StepInput& step) {
+  check_input(program_, limits_, step);
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  check(cudaEventSynchronize(input_sent_.get()), "sending the step's input");
+  auto* staging = static_cast<std::byte*>(staging_.get());
+  const auto place = [&](int64_t at, const auto& values) {
+    if (!values.empty()) std::memcpy(staging + at, values.data(), values.size() * sizeof(values[0]));
+  };
+  place(layout_.ids_at, step.ids);
+  place(layout_.positions_at, step.positions);
+  place(layout_.sequences_at, step.sequences);
+  place(layout_.output_rows_at, step.output_rows);
+  if (static_cast<int64_t>(step.page_copies.size()) > layout_.max_copies)
+    throw Error(ErrorCode::kBadInput, fmt::format("step input: {} page copies, at most {} expected", step.page_copies.size(),
+                                                  layout_.max_copies));
+  static_assert(sizeof(PageCopy) == 12);
+  place(layout_.copies_at, step.page_copies);
+
+  features_ = {};
+  int64_t n_biases = 0, n_masks = 0;
+  auto* sampling = reinterpret_cast<DeviceSampling*>(staging + layout_.sampling_at);
+  auto* bias_ids = reinterpret_cast<int32_t*>(staging + layout_.bias_ids_at);
+  auto* bias_values = reinterpret_cast<float*>(staging + layout_.bias_values_at);
+  for (size_t i = 0; i < step.sampling.size(); ++i) {
+    const SampleParams& params = step.sampling[i];
+    if (params.n_logprobs > kMaxLogprobs)
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("step input: {} log-probabilities a token, at most {} expected", params.n_logprobs, kMaxLogprobs));
+    std::vector<std::pair<int32_t, float>> biases;
+    for (const auto& bias : params.logit_bias)
+      if (bias.first >= 0 && bias.first < program_.vocab) biases.push_back(bias);
+    std::stable_sort(biases.begin(), biases.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    if (n_biases + static_cast<int64_t>(biases.size()) > layout_.max_biases)
+      throw Error(ErrorCode::kBadInput, fmt::format("step input: more than {} logit biases", layout_.max_biases));
+    sampling[i] = {params.temperature,
+                   params.top_k,
+                   params.top_p,
+                   params.min_p,
+                   params.repetition_penalty,
+                   params.presence_penalty,
+                   params.frequency_penalty,
+                   params.n_logprobs,
+                   params.seed,
+                   params.draw,
+                   static_cast<int32_t>(n_biases),
+                   static_cast<int32_t>(n_biases + static_cast<int64_t>(biases.size())),
+                   params.allowed == nullptr ? -1 : static_cast<int32_t>(n_masks),
+                   uses_history(params) ? 1 : 0};
+    for (const auto& [id, value] : biases) {
+      bias_ids[n_biases] = id;
+      bias_values[n_biases++] = value;
+    }
+    if (params.allowed != nullptr)
+      std::memcpy(staging + layout_.masks_at + n_masks++ * layout_.mask_words * 4, params.allowed,
+                  static_cast<size_t>(layout_.mask_words) * 4);
+    features_.draws |= params.temperature > 0;
+    features_.logprobs |= params.n_logprobs >= 0;
+  }
+
+  const auto send = [&](int64_t begin, int64_t bytes) {
+    if (bytes > 0)
+      check(cudaMemcpyAsync(input<std::byte>(begin), staging + begin, static_cast<size_t>(bytes), cudaMemcpyHostToDevice,
+                            stream_.get()),
+            "sending the step's input");
+  };
+  send(0, layout_.copies_at + static_cast<int64_t>(step.page_copies.size()) * 12);
+  send(layout_.bias_ids_at, n_biases * 4);
+  send(layout_.bias_values_at, n_biases * 4);
+  send(layout_.masks_at, n_masks * layout_.mask_words * 4);
+  check(cudaEventRecord(input_sent_.get(), stream_.get()), "sending the step's input");
+  tables_.resize(step.tables.size());
+  for (size_t group = 0; group < step.tables.size(); ++group) {
+    if (tables_[group] == step.tables[group]) continue;
+    tables_[group] = step.tables[group];
+    // Not pinned: the call returns when the source has been read.
+    check(cudaMemcpyAsync(buffers_.as<int32_t>(layout_.tables[group]), tables_[group].data(), tables_[group].size() * 4,
+                          cudaMemcpyHostToDevice, stream_.get()),
+          "sending a page table");
+  }
+
+  n_tokens_ = step.n_tokens();
+  n_outputs_ = step.n_outputs();
+  n_copies_ = static_cast<int64_t>(step.page_copies.size());
+  has_sampling_ = !step.sampling.empty();
+  last_position_ = *std::max_element(step.positions.begin(), step.positions.end());
+  turn_ropes();
+}
+
+void CudaExecutor::set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  std::vector<uint32_t> history(static_cast<size_t>(program_.vocab), 0);
+  for (int32_t id : prompt) history[static_cast<size_t>(id)] |= kInPrompt;
+  for (int32_t id : reply) ++history[static_cast<size_t>(id)];
+  check(cudaMemcpyAsync(buffers_.as<uint32_t>(layout_.history, int64_t{sequence} * program_.vocab * 4), history.data(),
+                        history.size() * 4, cudaMemcpyHostToDevice, stream_.get()),
+        "sending token counts");
+  // The source is this function's own.
+  check(cudaStreamSynchronize(stream_.get()), "sending token counts");
+}
+
+void CudaExecutor::run(OpRange range) {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  const size_t end = std::min(range.end, program_.ops.size()), begin = std::min(range.begin, end);
+  bucket_position_ = bucket_position(last_position_);
+  if (begin == 0 && end == program_.ops.size() && n_tokens_ <= kStreamRows && n_copies_ == 0)
+    run_graph();
+  else
+    execute_range(begin, end);
+  // What the ops change on the device and the host must know.
+  for (size_t i = begin; i < end; ++i) {
+    if (std::holds_alternative<Sample>(program_.ops[i])) {
+      sampled_ = has_sampling_ && n_outputs_ > 0;
+      n_sampled_ = n_outputs_;
+    } else if (std::holds_alternative<Advance>(program_.ops[i]) && sampled_) {
+      ++last_position_;
+      n_copies_ = 0;
+    }
+  }
+}
+
+void CudaExecutor::execute_range(size_t begin, size_t end) {
+  for (size_t i = begin; i < end; ++i) std::visit([this](const auto& op) { execute(op); }, program_.ops[i]);
+}
+
+// A step whose shape was seen before is captured; one that is new runs op by op, so that shapes that never return cost no
+// capture. Both launch the same kernels.
+void CudaExecutor::run_graph() {
+  const GraphKey key = {n_tokens_, n_outputs_, bucket_position_, has_sampling_, features_};
+  auto cached = std::find_if(graphs_.begin(), graphs_.end(), [&](const CachedGraph& graph) { return graph.key == key; });
+  if (cached == graphs_.end()) {
+    if (graphs_.size() >= kMaxGraphs)
+      graphs_.erase(std::min_element(graphs_.begin(), graphs_.end(), [](const CachedGraph& a, const CachedGraph& b) {
+        return a.last_use < b.last_use;
+      }));
+    graphs_.push_back({key, nullptr, ++uses_});
+    execute_range(0, program_.ops.size());
+    return;
+  }
+  cached->last_use = ++uses_;
+  if (!cached->graph) {
+    cudaGraph_t raw_graph = nullptr;
+    check(cudaStreamBeginCapture(stream_.get(), cudaStreamCaptureModeThreadLocal), "capturing a step");
+    try {
+      execute_range(0, program_.ops.size());
+    } catch (...) {
+      cudaStreamEndCapture(stream_.get(), &raw_graph);
+      const Graph graph(raw_graph);
+      throw;
+    }
+    check(cudaStreamEndCapture(stream_.get(), &raw_graph), "capturing a step");
+    const Graph graph(raw_graph);
+    cudaGraphExec_t executable = nullptr;
+    check(cudaGraphInstantiate(&executable, graph.get(), 0), "instantiating a step");
+    cached->graph.reset(executable);
+  }
+  check(cudaGraphLaunch(cached->graph.get(), stream_.get()), "running a step");
+}
+
+void CudaExecutor::synchronize() {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  check(cudaStreamSynchronize(stream_.get()), "waiting for a step");
+}
+
+std::vector<Sampled> CudaExecutor::samples() {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  std::vector<Sampled> samples;
+  if (!sampled_) {
+    synchronize();
+    return samples;
+  }
+  auto* host = static_cast<std::byte*>(sampled_host_.get());
+  const int64_t top_at = limits_.max_outputs * static_cast<int64_t>(sizeof(DeviceSampled));
+  const int64_t bytes = features_.logprobs ? sampled_bytes(limits_) : n_sampled_ * static_cast<int64_t>(sizeof(DeviceSampled));
+  check(cudaMemcpyAsync(host, buffers_.as<std::byte>(layout_.sampled), static_cast<size_t>(bytes), cudaMemcpyDeviceToHost,
+                        stream_.get()),
+        "reading samples");
+  synchronize();
+  const auto* sampled = reinterpret_cast<const DeviceSampled*>(host);
+  const auto* ids = reinterpret_cast<const int32_t*>(host + top_at);
+  const auto* logprobs = reinterpret_cast<const float*>(host + top_at + limits_.max_outputs * int64_t{kMaxLogprobs} * 4);
+  for (int64_t i = 0; i < n_sampled_; ++i) {
+    Sampled sample;
+    sample.id = sampled[i].id;
+    sample.valid = sampled[i].valid != 0;
+    sample.logprob = sampled[i].logprob;
+    for (int top = 0; top < sampled[i].n_top; ++top)
+      sample.top.emplace_back(ids[i * kMaxLogprobs + top], logprobs[i * kMaxLogprobs + top]);
+    samples.push_back(std::move(sample));
+  }
+  return samples;
+}
+
+void CudaExecutor::read_rows(int slot, int64_t row_begin, int64_t n_rows, float* out) {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  const int64_t cols = program_.rows[static_cast<size_t>(slot)].cols;
+  check(cudaMemcpyAsync(out, buffers_.as<float>(layout_.rows[static_cast<size_t>(slot)], row_begin * cols * 4),
+                        static_cast<size_t>(n_rows * cols * 4), cudaMemcpyDeviceToHost, stream_.get()),
+        "reading rows");
+  synchronize();
+}
+
+void CudaExecutor::write_rows(int slot, int64_t row_begin, int64_t n_rows, const float* values) {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  const int64_t cols = program_.rows[static_cast<size_t>(slot)].cols;
+  check(cudaMemcpyAsync(buffers_.as<float>(layout_.rows[static_cast<size_t>(slot)], row_begin * cols * 4), values,
+                        static_cast<size_t>(n_rows * cols * 4), cudaMemcpyHostToDevice, stream_.get()),
+        "writing rows");
+  synchronize();
+}
+
+int64_t CudaExecutor::element_bytes() const {
+  switch (layout_.cache_element) {
+    case CacheElement::kF32: return 4;
+    case CacheElement::kBf16: return 2;
+    case CacheElement::kFp8: return 1;
+  }
+  return 0;
+}
+
+// A row of all heads is n_kv_heads pieces, one page of one head apart.
+void CudaExecutor::read_cache(int cache, CachePart part, int page, int row, float* out) {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  const auto index = static_cast<size_t>(cache);
+  const CacheDecl& decl = program_.caches[index];
+  const auto heads = static_cast<size_t>(decl.n_kv_heads), dim = static_cast<size_t>(decl.head_dim);
+  const auto element = static_cast<size_t>(element_bytes());
+  std::vector<std::byte> values(heads * dim * element);
+  std::vector<float> scales(heads, 1.0f);
+  const bool keys = part == CachePart::kKeys;
+  check(cudaMemcpy2DAsync(values.data(), dim * element,
+                          buffers_.as<std::byte>(keys ? layout_.keys[index] : layout_.values[index],
+                                                 cache_offset(page, row, 0, decl.n_kv_heads, decl.head_dim) *
+                                                     static_cast<int64_t>(element)),
+                          kPageTokens * dim * element, dim * element, heads, cudaMemcpyDeviceToHost, stream_.get()),
+        "reading the cache");
+  if (layout_.cache_element == CacheElement::kFp8)
+    check(cudaMemcpy2DAsync(scales.data(), 4,
+                            buffers_.as<float>(keys ? layout_.key_scales[index] : layout_.value_scales[index],
+                                               cache_scale_offset(page, row, 0, decl.n_kv_heads) * 4),
+                            kPageTokens * 4, 4, heads, cudaMemcpyDeviceToHost, stream_.get()),
+          "reading the cache");
+  synchronize();
+  for (size_t i = 0; i < heads * dim; ++i) {
+    if (layout_.cache_element == CacheElement::kF32) {
+      std::memcpy(out + i, values.data() + i * 4, 4);
+    } else if (layout_.cache_element == CacheElement::kBf16) {
+      uint16_t bits;
+      std::memcpy(&bits, values.data() + i * 2, 2);
+      out[i] = bf16_to_f32(bits);
+    } else {
+      out[i] = e4m3_to_f32(static_cast<uint8_t>(values[i])) * scales[i / dim];
+    }
+  }
+}
+
+void CudaExecutor::write_cache(int cache, CachePart part, int page, int row, const float* from) {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  const auto index = static_cast<size_t>(cache);
+  const CacheDecl& decl = program_.caches[index];
+  const auto heads = static_cast<size_t>(decl.n_kv_heads), dim = static_cast<size_t>(decl.head_dim);
+  const auto element = static_cast<size_t>(element_bytes());
+  std::vector<std::byte> values(heads * dim * element);
+  std::vector<float> scales(heads, 1.0f);
+  for (size_t head = 0; head < heads && layout_.cache_element == CacheElement::kFp8; ++head) {
+    float largest = 0;
+    for (size_t d = 0; d < dim; ++d) {
+      const float magnitude = std::abs(from[head * dim + d]);
+      if (std::isnan(magnitude) || magnitude > largest) largest = magnitude;
+      if (std::isnan(magnitude)) break;
+    }
+    scales[head] = largest == 0 ? 1.0f : largest / 448.0f;
+  }
+  for (size_t i = 0; i < heads * dim; ++i) {
+    if (layout_.cache_element == CacheElement::kF32) {
+      std::memcpy(values.data() + i * 4, from + i, 4);
+    } else if (layout_.cache_element == CacheElement::kBf16) {
+      const uint16_t bits = f32_to_bf16(from[i]);
+      std::memcpy(values.data() + i * 2, &bits, 2);
+    } else {
+      values[i] = static_cast<std::byte>(f32_to_e4m3(from[i] / scales[i / dim]));
+    }
+  }
+  const bool keys = part == CachePart::kKeys;
+  check(cudaMemcpy2DAsync(buffers_.as<std::byte>(keys ? layout_.keys[index] : layout_.values[index],
+                                                 cache_offset(page, row, 0, decl.n_kv_heads, decl.head_dim) *
+                                                     static_cast<int64_t>(element)),
+                          kPageTokens * dim * element, values.data(), dim * element, dim * element, heads,
+                          cudaMemcpyHostToDevice, stream_.get()),
+        "writing the cache");
+  if (layout_.cache_element == CacheElement::kFp8)
+    check(cudaMemcpy2DAsync(buffers_.as<float>(keys ? layout_.key_scales[index] : layout_.value_scales[index],
+                                               cache_scale_offset(page, row, 0, decl.n_kv_heads) * 4),
+                            kPageTokens * 4, scales.data(), 4, 4, heads, cudaMemcpyHostToDevice, stream_.get()),
+          "writing the cache");
+  synchronize();
+}
+
+std::vector<std::string> CudaExecutor::damaged_guards() {
+  synchronize();
+  return buffers_.damaged();
+}
+
+}  // namespace beryl::cuda

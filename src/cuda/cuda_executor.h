@@ -1,0 +1,112 @@
+// Runs a program on the GPU: inputs into device memory, ops to launches, and steps to graphs.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cuda/device_memory.h"
+#include "ops/backend.h"
+
+namespace beryl::cuda {
+
+class CudaExecutor final : public Executor {
+ public:
+  CudaExecutor(const Program& program, const StepLimits& limits, const DeviceProperties& device);
+  ~CudaExecutor() override;
+
+  void set_input(const StepInput& input) override;
+  void set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) override;
+  void run(OpRange range) override;
+  void synchronize() override;
+  std::vector<Sampled> samples() override;
+  void read_rows(int slot, int64_t row_begin, int64_t n_rows, float* out) override;
+  void write_rows(int slot, int64_t row_begin, int64_t n_rows, const float* values) override;
+  void read_cache(int cache, CachePart part, int page, int row, float* out) override;
+  void write_cache(int cache, CachePart part, int page, int row, const float* values) override;
+  std::vector<Allocation> allocations() const override { return layout_.allocations; }
+  std::vector<std::string> damaged_guards() override;
+
+ private:
+  // What a captured step depends on besides what lies in device memory.
+  struct GraphKey {
+    int64_t n_tokens = 0;
+    int64_t n_outputs = 0;
+    int last_position = 0;            // of the length bucket
+    bool samples = false;
+    SampleFeatures features;
+    bool operator==(const GraphKey&) const = default;
+  };
+  struct CachedGraph {
+    GraphKey key;
+    GraphExec graph;                  // null: seen once, not captured yet
+    uint64_t last_use = 0;
+  };
+
+  void execute(const Embed& op);
+  void execute(const Linear& op);
+  void execute(const QkvFinish& op);
+  void execute(const Attention& op);
+  void execute(const AddNorm& op);
+  void execute(const Route& op);
+  void execute(const Experts& op);
+  void execute(const GatherRows& op);
+  void execute(const Sample& op);
+  void execute(const Advance& op);
+  void execute(const CopyPages& op);
+  void execute_range(size_t begin, size_t end);
+  void run_graph();
+
+  void stream_linear(const Linear& op, int64_t n_rows);
+  void stream_packed(const Linear& op, const MatrixPiece& piece, RowsView x, bool has_norm, int64_t n_rows, RowsView y,
+                     RowsView other, MatvecEpilogue epilogue);
+  void multiply_linear(const Linear& op, int64_t n_rows);
+  void multiply_piece(const MatrixPiece& piece, int64_t piece_row, int64_t n_outputs, int64_t n_rows, int64_t padded_cols,
+                      RowsView y, RowsView other, PlainEpilogue epilogue, float softcap);
+  void norm_rows(RowsView x, const Norm& norm, int64_t cols, int64_t n_rows);
+  void turn_ropes();
+
+  RowsView view(Rows rows) const;
+  int64_t n_rows(Rows rows) const;
+  const float* vector(VectorRef ref) const;
+  PlainMatrix plain(const MatrixPiece& piece) const;
+  PackedMatrix packed(const MatrixPiece& piece) const;
+  CacheView cache_view(int cache) const;
+  TokenView token_view(int cache) const;
+  SampleArgs sample_args(RowsView logits) const;
+  template <class T>
+  T* input(int64_t offset) const {
+    return buffers_.as<T>(layout_.inputs, offset);
+  }
+  int64_t element_bytes() const;
+
+  const Program program_;
+  const StepLimits limits_;
+  const DeviceProperties device_;
+  const MemoryLayout layout_;
+  const DeviceBuffers buffers_;
+  const Stream stream_;
+  const LaunchContext context_;
+
+  // Staging for inputs: free again when input_sent_ has happened.
+  const PinnedPtr staging_;
+  const Event input_sent_;
+  std::vector<std::vector<int32_t>> tables_;      // as they were sent last
+  const PinnedPtr sampled_host_;
+
+  // Of the current input.
+  int64_t n_tokens_ = 0;
+  int64_t n_outputs_ = 0;
+  int last_position_ = 0;
+  int64_t n_copies_ = 0;
+  bool has_sampling_ = false;
+  bool sampled_ = false;              // Sample has run since set_input
+  int64_t n_sampled_ = 0;
+  SampleFeatures features_;
+  int bucket_position_ = 0;           // for grids, while ops are launched
+
+  std::vector<CachedGraph> graphs_;
+  uint64_t uses_ = 0;
+};
+
+}  // namespace beryl::cuda

@@ -1,0 +1,359 @@
+// The layout of device memory, and its allocation.
+#include "cuda/device_memory.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include <fmt/format.h>
+
+#include "cuda/index_math.h"
+
+namespace beryl::cuda {
+
+namespace {
+
+constexpr int64_t kMegabyte = 1 << 20;
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
+
+// How the ops use a matrix.
+struct MatrixUse {
+  bool linear = false;
+  bool gated = false;
+  bool embed = false;
+  bool experts = false;
+};
+
+std::vector<MatrixUse> matrix_uses(const Program& program) {
+  std::vector<MatrixUse> uses(program.weights->matrices.size());
+  const auto use = [&](MatrixRef ref) -> MatrixUse& { return uses[static_cast<size_t>(ref.index)]; };
+  for (const Op& op : program.ops) {
+    if (const auto* embed = std::get_if<Embed>(&op)) use(embed->table).embed = true;
+    if (const auto* linear = std::get_if<Linear>(&op)) {
+      use(linear->weight).linear = true;
+      use(linear->weight).gated |= is_gated(linear->epilogue);
+    }
+    if (const auto* route = std::get_if<Route>(&op)) use(route->weight).experts = true;
+    if (const auto* experts = std::get_if<Experts>(&op)) {
+      use(experts->gate_up).experts = true;
+      use(experts->down).experts = true;
+    }
+  }
+  return uses;
+}
+
+class LayoutBuilder {
+ public:
+  LayoutBuilder(const Program& program, const StepLimits& limits, const DeviceProperties& device)
+      : program_(program), limits_(limits), device_(device) {}
+
+  MemoryLayout build() {
+    lay_weights();
+    lay_caches();
+    lay_activations();
+    lay_inputs();
+    lay_scratch();
+    return std::move(layout_);
+  }
+
+ private:
+  int add(MemoryKind kind, std::string label, int64_t bytes) {
+    layout_.allocations.push_back({kind, std::move(label), bytes});
+    return static_cast<int>(layout_.allocations.size()) - 1;
+  }
+  // Of a slot's rows: the most that a step can have.
+  int64_t max_rows(Rows rows) const {
+    return program_.rows[static_cast<size_t>(rows.slot)].count == RowCount::kTokens ? limits_.max_tokens
+                                                                                    : limits_.max_outputs;
+  }
+
+  MatrixPiece packed_piece(const MatvecSource& source) {
+    MatrixPiece piece;
+    piece.packed = true;
+    piece.gated = source.gated;
+    piece.source = source;
+    piece.plan = plan_matvec(source, device_.matvec.n_sms);
+    piece.rows = piece.plan.rows;
+    for (int rows = kMatvecMaxRows; rows > 0 && piece.max_rows == 0; --rows)
+      if (plan_launch(piece.plan, rows, device_.matvec).n_blocks > 0) piece.max_rows = rows;
+    if (piece.max_rows == 0) return piece;
+    const Key key{source.parts.front()->codes, source.parts.size(), true, source.gated};
+    const auto [entry, is_new] = known_.try_emplace(key, std::tuple{-1, -1, -1});
+    if (is_new)
+      std::get<0>(entry->second) = add(MemoryKind::kWeights, source.parts.front()->name, piece.plan.packed_bytes);
+    piece.buffer = std::get<0>(entry->second);
+    return piece;
+  }
+
+  MatrixPiece plain_piece(const HostMatrix& part) {
+    MatrixPiece piece;
+    piece.part = &part;
+    piece.shape = plain_shape(part);
+    piece.rows = part.rows;
+    const auto [entry, is_new] = known_.try_emplace(Key{part.codes, 1, false, false}, std::tuple{-1, -1, -1});
+    auto& [codes, scales, mins] = entry->second;
+    if (is_new) {
+      codes = add(MemoryKind::kWeights, part.name, piece.shape.code_bytes());
+      if (piece.shape.has_scales) scales = add(MemoryKind::kWeights, part.name + " scales", piece.shape.scale_bytes());
+      if (piece.shape.has_mins) mins = add(MemoryKind::kWeights, part.name + " mins", piece.shape.min_bytes());
+    }
+    std::tie(piece.buffer, piece.scales_buffer, piece.mins_buffer) = entry->second;
+    return piece;
+  }
+
+  void lay_matrix(const WeightMatrix& matrix, MatrixUse use, DeviceMatrix& out) {
+    size_t next = 0;
+    int64_t row = 0;
+    while (next < matrix.parts.size()) {
+      const HostMatrix& first = matrix.parts[next];
+      MatrixPiece piece;
+      // A table that is only embedded is read by rows, so it lies in rows.
+      const bool streams = use.linear && !use.experts && matvec_supports(first);
+      if (streams) {
+        MatvecSource source;
+        source.parts.push_back(&first);
+        for (size_t i = next + 1; i < matrix.parts.size() && matrix.parts[i].format == first.format; ++i)
+          source.parts.push_back(&matrix.parts[i]);
+        if (use.gated) {
+          source.gated = next == 0 && source.parts.size() == 2 && matrix.parts.size() == 2;
+          if (!source.gated) source.parts.resize(1);
+        }
+        piece = packed_piece(source);
+        if (piece.max_rows > 0) next += source.parts.size();
+      }
+      if (piece.max_rows == 0) {
+        piece = plain_piece(first);
+        ++next;
+      }
+      piece.row_begin = row;
+      row += piece.rows;
+      out.pieces.push_back(std::move(piece));
+    }
+  }
+
+  void lay_weights() {
+    const std::vector<MatrixUse> uses = matrix_uses(program_);
+    layout_.matrices.resize(uses.size());
+    for (size_t i = 0; i < uses.size(); ++i)
+      if (uses[i].linear || uses[i].embed || uses[i].experts)
+        lay_matrix(program_.weights->matrices[i], uses[i], layout_.matrices[i]);
+    int64_t floats = 0;
+    for (const WeightVector& vector : program_.weights->vectors) {
+      layout_.vector_offsets.push_back(floats);
+      floats += round_up(static_cast<int64_t>(vector.values.size()), 4);
+    }
+    layout_.vectors = add(MemoryKind::kWeights, "norms and scales", floats * 4);
+  }
+
+  void lay_caches() {
+    switch (limits_.cache_type) {
+      case CacheType::kDefault:
+      case CacheType::kBf16: layout_.cache_element = CacheElement::kBf16; break;
+      case CacheType::kFp8: layout_.cache_element = CacheElement::kFp8; break;
+      case CacheType::kF32: layout_.cache_element = CacheElement::kF32; break;
+    }
+    const int64_t element = layout_.cache_element == CacheElement::kF32    ? 4
+                            : layout_.cache_element == CacheElement::kBf16 ? 2
+                                                                           : 1;
+    for (const CacheDecl& cache : program_.caches) {
+      const int64_t rows = int64_t{limits_.n_pages[static_cast<size_t>(cache.group)]} * kPageTokens * cache.n_kv_heads;
+      layout_.keys.push_back(add(MemoryKind::kCache, cache.name + " K", rows * cache.head_dim * element));
+      layout_.values.push_back(add(MemoryKind::kCache, cache.name + " V", rows * cache.head_dim * element));
+      const bool scaled = layout_.cache_element == CacheElement::kFp8;
+      layout_.key_scales.push_back(scaled ? add(MemoryKind::kCache, cache.name + " K scales", rows * 4) : -1);
+      layout_.value_scales.push_back(scaled ? add(MemoryKind::kCache, cache.name + " V scales", rows * 4) : -1);
+    }
+  }
+
+  void lay_activations() {
+    for (size_t i = 0; i < program_.rows.size(); ++i)
+      layout_.rows.push_back(add(MemoryKind::kActivations, program_.rows[i].name,
+                                 max_rows({static_cast<int>(i), 0, 0}) * program_.rows[i].cols * 4));
+    if (static_cast<int>(program_.ropes.size()) > kMaxRopes)
+      throw Error(ErrorCode::kUnsupported, fmt::format("{} rope tables; the GPU backend takes up to {}",
+                                                       program_.ropes.size(), kMaxRopes));
+    for (size_t i = 0; i < program_.ropes.size(); ++i) {
+      const auto n_pairs = static_cast<int64_t>(program_.ropes[i].frequencies.size());
+      layout_.frequencies.push_back(add(MemoryKind::kWeights, fmt::format("rope {} frequencies", i), n_pairs * 8));
+      layout_.ropes.push_back(
+          add(MemoryKind::kActivations, fmt::format("rope {}", i), limits_.max_tokens * 2 * n_pairs * 4));
+    }
+  }
+
+  void lay_inputs() {
+    int64_t at = 0;
+    const auto place = [&](int64_t bytes) {
+      const int64_t begin = at;
+      at = round_up(at + bytes, 16);
+      return begin;
+    };
+    layout_.ids_at = place(int64_t{limits_.max_tokens} * 4);
+    layout_.positions_at = place(int64_t{limits_.max_tokens} * 4);
+    layout_.sequences_at = place(int64_t{limits_.max_tokens} * 4);
+    layout_.output_rows_at = place(int64_t{limits_.max_outputs} * 4);
+    layout_.sampling_at = place(int64_t{limits_.max_outputs} * static_cast<int64_t>(sizeof(DeviceSampling)));
+    for (int n_pages : limits_.n_pages) layout_.max_copies += n_pages;
+    layout_.copies_at = place(layout_.max_copies * 12);
+    layout_.step_bytes = at;
+    layout_.max_biases = int64_t{limits_.max_outputs} * 512 + 1024;
+    layout_.bias_ids_at = place(layout_.max_biases * 4);
+    layout_.bias_values_at = place(layout_.max_biases * 4);
+    layout_.mask_words = (program_.vocab + 31) / 32;
+    layout_.masks_at = place(int64_t{limits_.max_outputs} * layout_.mask_words * 4);
+    layout_.input_bytes = at;
+    layout_.inputs = add(MemoryKind::kInputs, "step", at);
+    for (size_t i = 0; i < program_.groups.size(); ++i)
+      layout_.tables.push_back(add(MemoryKind::kInputs, fmt::format("page table {}", i),
+                                   int64_t{limits_.max_sequences} * limits_.n_entries[i] * 4));
+    layout_.history = add(MemoryKind::kInputs, "token counts", int64_t{limits_.max_sequences} * program_.vocab * 4);
+  }
+
+  void lay_scratch() {
+    int64_t normed = 0, gated = 0, route_logits = 0, expert_index = 0, expert_gate = 0, expert_down = 0, partial = 0;
+    const auto grow = [](int64_t& bytes, int64_t needed) { bytes = std::max(bytes, needed); };
+    bool samples = false;
+    for (const Op& op : program_.ops) {
+      if (const auto* linear = std::get_if<Linear>(&op)) {
+        const int64_t rows = max_rows(linear->y), cols = program_.matrix(linear->weight).cols();
+        const DeviceMatrix& matrix = layout_.matrices[static_cast<size_t>(linear->weight.index)];
+        const bool all_packed = std::all_of(matrix.pieces.begin(), matrix.pieces.end(),
+                                            [](const MatrixPiece& piece) { return piece.packed; });
+        const bool aligned = linear->x.col % 4 == 0 && program_.rows[static_cast<size_t>(linear->x.slot)].cols % 4 == 0;
+        if ((linear->norm.present && !all_packed) || !aligned) grow(normed, std::min<int64_t>(rows, kStreamRows) * cols * 4);
+        if (is_gated(linear->epilogue) && (rows > kStreamRows || matrix.pieces.size() > 1))
+          grow(gated, rows * linear->y.cols * 4);
+        if (rows > kStreamRows) {
+          const int64_t padded = round_up(cols, kGemmColumns);
+          grow(layout_.plane_values, rows * padded);
+          int64_t widest = 0;
+          for (const MatrixPiece& piece : matrix.pieces) grow(widest, piece.rows);
+          grow(layout_.panel_values, std::min(widest, panel_rows(padded)) * padded);
+        }
+      } else if (const auto* route = std::get_if<Route>(&op)) {
+        const int64_t rows = max_rows(route->x);
+        if (route->n_experts > kMaxExperts)
+          throw Error(ErrorCode::kUnsupported,
+                      fmt::format("{} experts; the GPU backend takes up to {}", route->n_experts, kMaxExperts));
+        grow(normed, rows * program_.matrix(route->weight).cols() * 4);
+        grow(route_logits, rows * route->n_experts * 4);
+      } else if (const auto* experts = std::get_if<Experts>(&op)) {
+        const int64_t rows = max_rows(experts->x), pairs = rows * experts->top_k;
+        const int64_t n_experts = program_.matrix(experts->down).stack();
+        grow(normed, rows * program_.matrix(experts->gate_up).cols() * 4);
+        grow(expert_index, (2 * n_experts + 1 + pairs) * 4);
+        grow(expert_gate, pairs * experts->expert_dim * 4);
+        grow(expert_down, pairs * experts->y.cols * 4);
+      } else if (const auto* attention = std::get_if<Attention>(&op)) {
+        const CacheDecl& cache = program_.caches[static_cast<size_t>(attention->cache)];
+        const int window = program_.groups[static_cast<size_t>(cache.group)].window;
+        const int64_t last = window > 0 ? INT32_MAX - 1
+                                        : int64_t{limits_.n_entries[static_cast<size_t>(cache.group)]} * kPageTokens - 1;
+        const int splits = most_splits(static_cast<int>(std::min<int64_t>(last, INT32_MAX - 1)), window);
+        layout_.max_splits = std::max(layout_.max_splits, splits);
+        grow(partial, int64_t{attention->n_heads} * cache.head_dim * 4);
+        heads_ = std::max(heads_, attention->n_heads);
+      } else if (std::holds_alternative<Sample>(op)) {
+        samples = true;
+        if (program_.vocab > kMaxVocab)
+          throw Error(ErrorCode::kUnsupported, fmt::format("a vocabulary of {}; the GPU sampler takes up to {}",
+                                                           program_.vocab, kMaxVocab));
+      }
+    }
+    const auto scratch = [&](const char* label, int64_t bytes) {
+      return bytes > 0 ? add(MemoryKind::kActivations, label, bytes) : -1;
+    };
+    layout_.normed = scratch("normed rows", normed);
+    layout_.planes = scratch("rows as bf16 pairs", layout_.plane_values * 4);
+    layout_.panel = scratch("weights as bf16 pairs", layout_.panel_values * 4);
+    layout_.gated = scratch("gated rows", gated);
+    layout_.route_logits = scratch("route logits", route_logits);
+    layout_.expert_index = scratch("expert index", expert_index);
+    layout_.expert_gate = scratch("expert gate", expert_gate);
+    layout_.expert_up = scratch("expert up", expert_gate);
+    layout_.expert_down = scratch("expert down", expert_down);
+    if (partial > 0) {
+      const int64_t token_bytes = partial * layout_.max_splits;
+      layout_.partial_tokens =
+          static_cast<int>(std::clamp<int64_t>(kPartialBytes / token_bytes, 1, std::min(limits_.max_tokens, kSplitTokens)));
+      layout_.partial_sums = scratch("attention sums", token_bytes * layout_.partial_tokens);
+      layout_.partial_state =
+          scratch("attention states", int64_t{layout_.partial_tokens} * heads_ * layout_.max_splits * 8);
+    }
+    if (samples) {
+      const int64_t rows = limits_.max_outputs;
+      layout_.sample_values = scratch("sampler values", rows * program_.vocab * 4);
+      // Per chunk: largest, best, invalid, largest logit (4 bytes each), three sums (8 bytes each); per group two maxima.
+      layout_.sample_scratch =
+          scratch("sampler scratch", rows * (sample_chunks(program_.vocab) * (4 * 4 + 3 * 8) + 2 * kMaxSampleGroups * 4));
+      layout_.sampled =
+          scratch("sampled", rows * (static_cast<int64_t>(sizeof(DeviceSampled)) + kMaxLogprobs * 8));
+    }
+  }
+
+  using Key = std::tuple<const std::byte*, size_t, bool, bool>;   // codes, parts, packed, gated
+
+  const Program& program_;
+  const StepLimits& limits_;
+  const DeviceProperties& device_;
+  MemoryLayout layout_;
+  int heads_ = 0;
+  std::map<Key, std::tuple<int, int, int>> known_;   // a matrix that two places share is kept once
+};
+
+}  // namespace
+
+int64_t panel_rows(int64_t padded_cols) { return std::max<int64_t>(128, kPanelBytes / (padded_cols * 4) / 128 * 128); }
+
+MemoryLayout make_layout(const Program& program, const StepLimits& limits, const DeviceProperties& device) {
+  return LayoutBuilder(program, limits, device).build();
+}
+
+DeviceBuffers::DeviceBuffers(const std::vector<Allocation>& allocations) : allocations_(allocations) {
+  int64_t needed = 0;
+  for (const Allocation& allocation : allocations) needed += allocation.bytes + kGuardBytes;
+  size_t free_bytes = 0, total_bytes = 0;
+  check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free memory");
+  const auto refuse = [&](const std::string& what) {
+    int64_t weights = 0, cache = 0;
+    for (const Allocation& allocation : allocations) {
+      if (allocation.kind == MemoryKind::kWeights) weights += allocation.bytes;
+      if (allocation.kind == MemoryKind::kCache) cache += allocation.bytes;
+    }
+    throw Error(ErrorCode::kOutOfMemory,
+                fmt::format("GPU memory: {} needs {} MB (weights {} MB, cache {} MB), {} MB of {} MB are free; a shorter context "
+                            "makes the cache smaller",
+                            what, (needed + kMegabyte - 1) / kMegabyte, weights / kMegabyte, cache / kMegabyte,
+                            static_cast<int64_t>(free_bytes) / kMegabyte, static_cast<int64_t>(total_bytes) / kMegabyte));
+  };
+  if (needed > static_cast<int64_t>(free_bytes)) refuse("the model");
+  for (const Allocation& allocation : allocations) {
+    void* memory = nullptr;
+    const cudaError_t status = cudaMalloc(&memory, static_cast<size_t>(allocation.bytes + kGuardBytes));
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      refuse(fmt::format("the model (at '{}')", allocation.label));
+    }
+    check(status, allocation.label.c_str());
+    memory_.emplace_back(memory);
+    auto* bytes = static_cast<std::byte*>(memory);
+    check(cudaMemset(bytes, 0, static_cast<size_t>(allocation.bytes)), allocation.label.c_str());
+    check(cudaMemset(bytes + allocation.bytes, kGuardValue, static_cast<size_t>(kGuardBytes)), allocation.label.c_str());
+  }
+}
+
+std::vector<std::string> DeviceBuffers::damaged() const {
+  std::vector<std::string> labels;
+  unsigned char guard[kGuardBytes];
+  for (size_t i = 0; i < memory_.size(); ++i) {
+    check(cudaMemcpy(guard, as<std::byte>(static_cast<int>(i), allocations_[i].bytes), sizeof(guard), cudaMemcpyDeviceToHost),
+          allocations_[i].label.c_str());
+    if (std::any_of(guard, guard + kGuardBytes, [](unsigned char byte) { return byte != kGuardValue; }))
+      labels.push_back(allocations_[i].label);
+  }
+  return labels;
+}
+
+}  // namespace beryl::cuda

@@ -1,0 +1,86 @@
+// Index arithmetic of bands, splits, pages and groups, the same on the host and in kernels, so that a machine without a
+// GPU tests it.
+//
+// The keys of one token are cut into splits that begin at multiples of the split's length, counted from position 0, and
+// the length depends on the number of live keys alone. So a token's result depends on nothing but its own sequence: not
+// on its neighbours, on the size of the cache, on the chunk in which it was processed.
+#pragma once
+
+#include <cstdint>
+
+#include "base/rng.h"
+#include "ops/program.h"
+
+namespace beryl::cuda {
+
+inline constexpr int kMinSplitPositions = kPageTokens;
+inline constexpr int kMaxSplits = 128;       // a band that begins within a split has one more
+
+// Live keys of a token at `position`: [begin, end).
+struct Band {
+  int begin;
+  int end;
+};
+BERYL_HOST_DEVICE inline Band live_band(int position, int window) {
+  const int end = position + 1;
+  return {window > 0 && end > window ? end - window : 0, end};
+}
+
+// Positions of one split, a power of two and at least a page, such that n_live keys need at most kMaxSplits whole ones.
+BERYL_HOST_DEVICE inline int split_positions(int n_live) {
+  int positions = kMinSplitPositions;
+  while (static_cast<int64_t>(positions) * kMaxSplits < n_live) positions *= 2;
+  return positions;
+}
+
+// The splits of a band: the i-th covers [first + i, first + i + 1) · positions, cut to the band.
+struct Splits {
+  int positions;
+  int first;
+  int count;
+};
+BERYL_HOST_DEVICE inline Splits splits_of(Band band) {
+  const int positions = split_positions(band.end - band.begin);
+  const int first = band.begin / positions;
+  return {positions, first, (band.end + positions - 1) / positions - first};
+}
+
+// The most splits that any token at a position up to `position` has: how large a grid must be.
+BERYL_HOST_DEVICE inline int most_splits(int position, int window) {
+  const int64_t n_live = window > 0 && window <= position ? window : int64_t{position} + 1;
+  const int64_t whole = (n_live + kMinSplitPositions - 1) / kMinSplitPositions;
+  return static_cast<int>(whole < kMaxSplits ? whole : kMaxSplits) + (window > 0 ? 1 : 0);
+}
+
+// Grids are sized for buckets of the length, so that few graphs serve all lengths: the last position of the bucket.
+// Beyond kMaxSplits pages the number of splits stays the same, so longer contexts share one bucket.
+inline int bucket_position(int position) {
+  int64_t end = 2 * kPageTokens;
+  while (end <= position && end < int64_t{kMaxSplits} * kPageTokens) end *= 2;
+  return position < end ? static_cast<int>(end - 1) : INT32_MAX - 1;
+}
+
+// Entry of a sequence's page table that holds a position; the table of a sliding layer wraps.
+BERYL_HOST_DEVICE inline int table_entry(int position, int n_entries) { return (position / kPageTokens) % n_entries; }
+
+// Index of the first value of a cache row: pools are [n_pages][n_kv_heads][kPageTokens][head_dim], so that the keys of
+// one head on one page are one stream.
+BERYL_HOST_DEVICE inline int64_t cache_offset(int64_t page, int row, int head, int n_kv_heads, int head_dim) {
+  return ((page * n_kv_heads + head) * kPageTokens + row) * head_dim;
+}
+// Likewise of the scales of an FP8 cache: [n_pages][n_kv_heads][kPageTokens].
+BERYL_HOST_DEVICE inline int64_t cache_scale_offset(int64_t page, int row, int head, int n_kv_heads) {
+  return (page * n_kv_heads + head) * kPageTokens + row;
+}
+
+// How a row of logits is cut for the sampler: groups of neighbouring ids whose largest value is kept, so that the k
+// best are found by looking into k groups. At most kMaxSampleGroups of them.
+inline constexpr int kMaxSampleGroups = 2048;
+inline constexpr int kIdsPerThread = 8;       // the smallest group
+BERYL_HOST_DEVICE inline int sample_group_ids(int64_t vocab) {
+  int ids = kIdsPerThread;
+  while (static_cast<int64_t>(ids) * kMaxSampleGroups < vocab) ids *= 2;
+  return ids;
+}
+
+}  // namespace beryl::cuda

@@ -1,0 +1,94 @@
+// What: bands, splits, buckets and page offsets agree with what one would count by hand, for every position.
+// How:  brute force over positions and windows, compared with sets of positions.
+#include "cuda/index_math.h"
+
+#include <set>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+namespace beryl::cuda {
+namespace {
+
+TEST(IndexMath, ABandHoldsExactlyTheLivePositions) {
+  for (int window : {0, 1, 8, 64, 100, 1024})
+    for (int position = 0; position < 2100; position += position < 200 ? 1 : 37) {
+      const Band band = live_band(position, window);
+      for (int m = 0; m <= position + 2; ++m) {
+        const bool live = m <= position && (window == 0 || m > position - window);
+        ASSERT_EQ(live, m >= band.begin && m < band.end) << "window " << window << " position " << position << " m " << m;
+      }
+    }
+}
+
+TEST(IndexMath, SplitsCoverTheBandOnceAndBeginAtAbsoluteMultiples) {
+  for (int window : {0, 1, 63, 64, 65, 512, 1024, 4096})
+    for (int position : {0, 1, 62, 63, 64, 65, 127, 128, 1023, 1024, 1499, 8191, 8192, 8193, 16383, 16384, 100000, 262143}) {
+      const Band band = live_band(position, window);
+      const Splits splits = splits_of(band);
+      ASSERT_GE(splits.count, 1);
+      ASSERT_LE(splits.count, kMaxSplits + 1);
+      ASSERT_EQ(splits.positions % kPageTokens, 0);
+      ASSERT_LE(int64_t{splits.first} * splits.positions, band.begin);
+      ASSERT_GT(int64_t{splits.first + 1} * splits.positions, band.begin);
+      ASSERT_GE(int64_t{splits.first + splits.count} * splits.positions, band.end);
+      ASSERT_LT(int64_t{splits.first + splits.count - 1} * splits.positions, band.end);
+    }
+}
+
+TEST(IndexMath, TheGridOfABucketHoldsEveryTokenInIt) {
+  for (int window : {0, 8, 64, 512, 1000, 1024, 4096})
+    for (int position = 0; position < 40000; position += position < 1000 ? 1 : 61) {
+      const int last = bucket_position(position);
+      ASSERT_GE(last, position);
+      ASSERT_LE(splits_of(live_band(position, window)).count, most_splits(last, window))
+          << "window " << window << " position " << position;
+    }
+}
+
+TEST(IndexMath, BucketsAreFew) {
+  std::set<int> buckets;
+  for (int position = 0; position < 262144; ++position) buckets.insert(bucket_position(position));
+  EXPECT_LE(buckets.size(), 9u);
+}
+
+TEST(IndexMath, TheSplitOfALongerPrefixNeverMovesABoundaryOffTheOldOnes) {
+  // Lengths are powers of two, so every boundary of a longer split is one of each shorter split.
+  int before = split_positions(1);
+  for (int n_live = 1; n_live <= 262144; n_live += 511) {
+    const int positions = split_positions(n_live);
+    ASSERT_EQ(positions % before, 0);
+    ASSERT_LE(int64_t{positions} * kMaxSplits, 2 * std::max<int64_t>(n_live, kMaxSplits * kMinSplitPositions));
+    before = positions;
+  }
+}
+
+TEST(IndexMath, ATableThatWrapsIsARing) {
+  const int n_entries = 5;
+  for (int position = 0; position < 3000; ++position) {
+    ASSERT_EQ(table_entry(position, n_entries), table_entry(position + n_entries * kPageTokens, n_entries));
+    ASSERT_EQ(table_entry(position, n_entries), position / 64 % 5);
+  }
+}
+
+TEST(IndexMath, CacheRowsAreDisjointAndFillThePool) {
+  const int n_pages = 3, n_kv_heads = 2, head_dim = 4;
+  std::vector<int> hits(static_cast<size_t>(n_pages * n_kv_heads * kPageTokens * head_dim), 0);
+  for (int page = 0; page < n_pages; ++page)
+    for (int head = 0; head < n_kv_heads; ++head)
+      for (int row = 0; row < kPageTokens; ++row)
+        for (int d = 0; d < head_dim; ++d)
+          ++hits[static_cast<size_t>(cache_offset(page, row, head, n_kv_heads, head_dim) + d)];
+  for (int count : hits) ASSERT_EQ(count, 1);
+}
+
+TEST(IndexMath, SamplerGroupsAreBoundedInNumber) {
+  for (int64_t vocab : {1, 7, 8, 33, 256, 2048 * 8, 2048 * 8 + 1, 32000, 151936, 262144, 262145, 1000000}) {
+    const int ids = sample_group_ids(vocab);
+    ASSERT_EQ(ids & (ids - 1), 0);
+    ASSERT_LE((vocab + ids - 1) / ids, kMaxSampleGroups);
+  }
+}
+
+}  // namespace
+}  // namespace beryl::cuda
