@@ -36,15 +36,36 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
                                                   stepper.context()));
   // One token more than the prompt at least, so that the first decode step finds its page in the uploaded table.
   const int64_t room = stepper.context() - begin - n_prompt;
-  const int64_t wanted = begin + n_prompt + std::min(room, request.max_new);
+  const int64_t wanted = begin + n_prompt + std::clamp<int64_t>(request.max_new, 0, room);
   if (!stepper.reserve(sequence, wanted))
     throw Error(ErrorCode::kOutOfMemory, fmt::format("no cache pages left for {} positions", wanted));
 
   GenerateResult result;
-  result.prompt_tokens = n_prompt;
-  stepper.executor().set_history(sequence, request.prompt, {});
+  BERYL_CHECK(request.held.empty() || static_cast<int64_t>(request.held.size()) == begin, "held is what the sequence holds");
+  result.held = request.held;
+  result.held.insert(result.held.end(), request.prompt.begin(), request.prompt.end());
+  stepper.executor().set_history(sequence, result.held, {});
   const auto start = std::chrono::steady_clock::now();
-  prefill(stepper, sequence, request.prompt, &request.sampling);
+  const auto cancelled = [&] { return request.cancelled && request.cancelled(); };
+  const auto chunk = static_cast<size_t>(stepper.chunk_tokens());
+  std::span<const int32_t> rest = request.prompt;
+  for (; rest.size() > chunk && !cancelled(); rest = rest.subspan(chunk)) prefill(stepper, sequence, rest.first(chunk), nullptr);
+  if (cancelled()) {
+    result.finish = FinishReason::kCancelled;
+    result.prompt_tokens = stepper.length(sequence) - begin;
+    result.held.resize(request.held.size() + static_cast<size_t>(result.prompt_tokens));
+    result.prefill_seconds = seconds_since(start);
+    return result;
+  }
+  const bool samples = request.max_new > 0;
+  prefill(stepper, sequence, rest, samples ? &request.sampling : nullptr);
+  result.prompt_tokens = n_prompt;
+  if (!samples) {
+    stepper.executor().synchronize();
+    result.finish = FinishReason::kLength;
+    result.prefill_seconds = seconds_since(start);
+    return result;
+  }
   Sampled sampled = stepper.samples().front();
   result.prefill_seconds = seconds_since(start);
 
@@ -53,6 +74,7 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
   for (;;) {
     if (!sampled.valid) {
       result.finish = FinishReason::kFailed;
+      result.unseen.clear();   // the last id has been read
       break;
     }
     result.unseen = {sampled.id};
@@ -80,6 +102,7 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
       stepper.run({&rows, 1});
       decoding = true;
     }
+    result.held.push_back(sampled.id);
     sampled = stepper.samples().front();
     ++result.decode_tokens;
   }

@@ -15,22 +15,26 @@ enum class FinishReason : uint8_t {
   kStop,        // a stop id was sampled (it is not in the reply)
   kLength,      // max_new tokens
   kContext,     // the context is full
-  kCancelled,   // on_token returned false
+  kCancelled,   // on_token returned false, or cancelled() true; then the reply is empty and the prompt read in part
   kFailed,      // the logits held NaN or infinity, or every token was banned
 };
 
 struct GenerateRequest {
   std::vector<int32_t> prompt;          // at least one id; appended to what the sequence holds
-  int64_t max_new = INT64_MAX;
+  std::vector<int32_t> held = {};       // what the sequence holds before it, for the penalties: a conversation's
+                                        // earlier GenerateResult::held; empty: they look at the prompt only
+  int64_t max_new = INT64_MAX;          // 0: the prompt is read, nothing is sampled
   SampleParams sampling;
   std::vector<int32_t> stop_ids;
+  std::function<bool()> cancelled;      // asked before each chunk of the prompt; may be empty
 };
 
 struct GenerateResult {
   FinishReason finish = FinishReason::kStop;
   std::vector<int32_t> reply;           // without the stop id
   std::vector<int32_t> unseen;          // the last sampled id, which no step has read yet: a continuation begins with it
-  int64_t prompt_tokens = 0;
+  std::vector<int32_t> held;            // GenerateRequest::held, the prompt as far as it was read, the reply but unseen
+  int64_t prompt_tokens = 0;            // that were read
   double prefill_seconds = 0;           // until the first token was sampled
   double decode_seconds = 0;            // for all tokens after the first
   int64_t decode_tokens = 0;            // tokens sampled after the first
