@@ -25,17 +25,36 @@ namespace beryl {
 
 namespace {
 
-constexpr int kLanes = 8;  // sums are kept in lanes, so that the compiler can use vectors without reordering any sum
+// The searches spend their time in sums over a group, which are kept in four lanes: a vector of GCC and Clang, which
+// every instruction set has or imitates, always with the same result. Functions of T below take float or Lanes.
+constexpr int kLanes = 4;
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-float sum(const float (&lanes)[kLanes]) {
-  float total = 0.0f;
-  for (const float lane : lanes) total += lane;
-  return total;
+inline Lanes load_lanes(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+
+inline float sum(Lanes lanes) { return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]); }
+
+template <class T>
+T broadcast(float value) {
+  return T{} + value;
 }
 
 // To the nearest integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits below 1.
-inline float round_to_integer(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+template <class T>
+T round_to_integer(T x) {
+  return (x + broadcast<T>(0x1.8p23f)) - broadcast<T>(0x1.8p23f);
+}
+
+template <class T>
+T clamp_between(T x, T low, T high) {
+  x = x < low ? low : x;
+  return x < high ? x : high;
+}
 
 float as_f16(float x) { return f16_to_f32(f32_to_f16(x)); }
 float as_bf16(float x) { return bf16_to_f32(f32_to_bf16(x)); }
@@ -45,18 +64,24 @@ float as_is(float x) { return x; }
 template <int kLow, int kHigh>
 struct Integers {
   static constexpr bool kSymmetric = kLow == -kHigh;
-  float operator()(float x) const {
-    return round_to_integer(std::min(std::max(x, static_cast<float>(kLow)), static_cast<float>(kHigh)));
+  template <class T>
+  T operator()(T x) const {
+    return round_to_integer(clamp_between(x, broadcast<T>(kLow), broadcast<T>(kHigh)));
   }
 };
 
 struct E2m1 {
   static constexpr bool kSymmetric = true;
-  float operator()(float x) const {
-    const float magnitude = std::min(std::fabs(x), 6.0f);
-    const float step = magnitude < 2.0f ? 0.5f : magnitude < 4.0f ? 1.0f : 2.0f;
-    const float per_step = magnitude < 2.0f ? 2.0f : magnitude < 4.0f ? 1.0f : 0.5f;
-    return std::copysign(round_to_integer(magnitude * per_step) * step, x);
+  template <class T>
+  T operator()(T x) const {
+    const T zero = broadcast<T>(0.0f), half = broadcast<T>(0.5f), one = broadcast<T>(1.0f), two = broadcast<T>(2.0f);
+    const T four = broadcast<T>(4.0f), six = broadcast<T>(6.0f);
+    T magnitude = x < zero ? -x : x;
+    magnitude = magnitude < six ? magnitude : six;
+    const T wide_step = magnitude < four ? one : two, wide_per_step = magnitude < four ? one : half;
+    const T step = magnitude < two ? half : wide_step, per_step = magnitude < two ? two : wide_per_step;
+    const T value = round_to_integer(magnitude * per_step) * step;
+    return x < zero ? -value : value;
   }
 };
 
@@ -88,15 +113,14 @@ struct ScaleSums {
 template <class Nearest>
 ScaleSums measure_scale(const float* x, const float* w, int n, float scale, Nearest nearest) {
   const float inverse = inverse_of(scale);
-  float error[kLanes] = {}, xv[kLanes] = {}, vv[kLanes] = {};
+  Lanes error{}, xv{}, vv{};
   for (int i = 0; i < n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float value = nearest(x[i + lane] * inverse);
-      const float off = x[i + lane] - scale * value;
-      error[lane] += w[i + lane] * off * off;
-      xv[lane] += w[i + lane] * x[i + lane] * value;
-      vv[lane] += w[i + lane] * value * value;
-    }
+    const Lanes weight = load_lanes(w + i), wanted = load_lanes(x + i);
+    const Lanes value = nearest(wanted * inverse);
+    const Lanes off = wanted - scale * value;
+    error += weight * off * off;
+    xv += weight * wanted * value;
+    vv += weight * value * value;
   }
   return {sum(error), sum(xv), sum(vv)};
 }
@@ -140,19 +164,17 @@ template <int kHigh>
 AffineSums measure_affine(const float* x, const float* w, int n, float scale, float offset) {
   const float inverse = inverse_of(scale);
   const Integers<0, kHigh> nearest;
-  float error[kLanes] = {}, sw[kLanes] = {}, sq[kLanes] = {}, sqq[kLanes] = {}, sx[kLanes] = {}, sxq[kLanes] = {};
+  Lanes error{}, sw{}, sq{}, sqq{}, sx{}, sxq{};
   for (int i = 0; i < n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float weight = w[i + lane], value = x[i + lane];
-      const float q = nearest((value - offset) * inverse);
-      const float off = value - (scale * q + offset);
-      error[lane] += weight * off * off;
-      sw[lane] += weight;
-      sq[lane] += weight * q;
-      sqq[lane] += weight * q * q;
-      sx[lane] += weight * value;
-      sxq[lane] += weight * value * q;
-    }
+    const Lanes weight = load_lanes(w + i), wanted = load_lanes(x + i);
+    const Lanes q = nearest((wanted - offset) * inverse);
+    const Lanes off = wanted - (scale * q + offset);
+    error += weight * off * off;
+    sw += weight;
+    sq += weight * q;
+    sqq += weight * q * q;
+    sx += weight * wanted;
+    sxq += weight * wanted * q;
   }
   return {sum(error), sum(sw), sum(sq), sum(sqq), sum(sx), sum(sxq)};
 }
@@ -446,7 +468,10 @@ void encode_fp4_group(const float* x, std::byte* codes, std::byte* scale_out) {
   float scaled[kFp4GroupWeights];
   int exponent = 0;
   std::frexp(peak_of(x, kFp4GroupWeights), &exponent);
-  for (int i = 0; i < kFp4GroupWeights; ++i) scaled[i] = std::ldexp(x[i], 1 - exponent);
+  // 2^(1 - exponent) in two factors: it may itself be beyond f32.
+  const float factor = std::ldexp(1.0f, (1 - exponent) / 2);
+  const float other_factor = std::ldexp(1.0f, 1 - exponent - (1 - exponent) / 2);
+  for (int i = 0; i < kFp4GroupWeights; ++i) scaled[i] = x[i] * factor * other_factor;
   const ScaleFit fit = fit_scale(scaled, kOnes.data(), kFp4GroupWeights, kTargetsE2m1, nearest, as_bf16);
   const uint16_t stored = f32_to_bf16(std::ldexp(fit.scale, exponent - 1));
   // Where that scale is subnormal, and so coarser, the codes must follow the scale that is stored.
