@@ -57,7 +57,8 @@ TEST(Bpe, EqualsTheNaiveRuleOnRandomLists) {
       ++n_tokens;
     }
     std::vector<int32_t> row(random() % 40);
-    for (int32_t& id : row) id = static_cast<int32_t>(random() % static_cast<uint32_t>(n_letters + 1)) - 1;   // -1: no token
+    for (int32_t& id : row)
+      id = static_cast<int32_t>(random() % static_cast<uint32_t>(n_letters + 1)) - 1;   // -1: no token
     std::vector<Symbol> symbols = symbols_of(row);
     run(symbols, merges);
     std::vector<int32_t> merged;

@@ -145,7 +145,8 @@ std::optional<ChatFormat> detect_chat_format(const Checkpoint& checkpoint, const
 
   std::vector<const Markers*> possible;
   for (const Markers& markers : all_markers())
-    if (std::all_of(markers.tokens.begin(), markers.tokens.end(), [&](auto t) { return tokenizer.find_token(t).has_value(); }))
+    if (std::all_of(markers.tokens.begin(), markers.tokens.end(),
+                    [&](auto t) { return tokenizer.find_token(t).has_value(); }))
       possible.push_back(&markers);
   if (possible.empty()) return std::nullopt;
 
@@ -170,8 +171,8 @@ std::optional<ChatFormat> detect_chat_format(const Checkpoint& checkpoint, const
         checkpoint.path(), model_template ? "the chat template uses other turn markers" : "there is no chat template",
         name(format.family), architecture));
   if (format.family == ChatFamily::kGemma3 && expected == ChatFamily::kGemma4)
-    format.warnings.push_back(fmt::format("{}: the vocabulary has no <|turn>, Gemma 4's turn marker; Gemma 3's are used",
-                                          checkpoint.path()));
+    format.warnings.push_back(
+        fmt::format("{}: the vocabulary has no <|turn>, Gemma 4's turn marker; Gemma 3's are used", checkpoint.path()));
 
   switch (format.family) {
     case ChatFamily::kGemma4: {

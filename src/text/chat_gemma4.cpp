@@ -108,7 +108,8 @@ void write_argument(PromptBuilder& out, const Json& value, bool quoted_keys, int
 }
 
 void write_required(PromptBuilder& out, const Json& list, std::string_view tool) {
-  if (!list.is_array()) throw Error(ErrorCode::kBadInput, fmt::format("tool {}: 'required' is not a list", quote(tool)));
+  if (!list.is_array())
+    throw Error(ErrorCode::kBadInput, fmt::format("tool {}: 'required' is not a list", quote(tool)));
   out.text("[");
   Comma comma(out);
   for (const Json& item : list) {
@@ -124,21 +125,26 @@ void report_unexpressed(PromptBuilder& out, const Json& schema, std::string_view
     out.warn(fmt::format("tool {}: parameter {}: {} has no form in this model's tool declarations and is left out",
                          quote(tool), quote(key), quote(what)));
   };
-  for (const char* keyword : {"$ref", "anyOf", "oneOf", "allOf", "not", "if", "const", "patternProperties", "prefixItems"})
+  for (const char* keyword :
+       {"$ref", "anyOf", "oneOf", "allOf", "not", "if", "const", "patternProperties", "prefixItems"})
     if (schema.is_object() && schema.contains(keyword)) report(keyword);
   const Json& type = member(schema, "type");
-  if (truthy(member(schema, "enum")) && !(type.is_string() && ascii_upper(type.get<std::string>()) == "STRING")) report("enum");
+  if (truthy(member(schema, "enum")) && !(type.is_string() && ascii_upper(type.get<std::string>()) == "STRING"))
+    report("enum");
 }
 
-// The members of "properties". own_keys_only: the schema of an object without "properties" is itself taken for them, and
-// then the words of JSON Schema are not properties.
-void write_properties(PromptBuilder& out, const Json& properties, std::string_view tool, bool own_keys_only, int depth) {
+// The members of "properties". own_keys_only: the schema of an object without "properties" is itself taken for them,
+// and then the words of JSON Schema are not properties.
+void write_properties(PromptBuilder& out, const Json& properties, std::string_view tool, bool own_keys_only,
+                      int depth) {
   if (depth > kMaxPythonDepth)
-    throw Error(ErrorCode::kBadInput, fmt::format("tool {}: the schema is nested deeper than {} levels", quote(tool), kMaxPythonDepth));
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("tool {}: the schema is nested deeper than {} levels", quote(tool), kMaxPythonDepth));
   Comma between(out);
   for (const auto& [key, schema_pointer] : sorted_members(properties)) {
     const Json& schema = *schema_pointer;
-    if (own_keys_only && (key == "description" || key == "type" || key == "properties" || key == "required" || key == "nullable"))
+    if (own_keys_only &&
+        (key == "description" || key == "type" || key == "properties" || key == "required" || key == "nullable"))
       continue;
     between.next();
     out.text(key + ":{");
@@ -213,13 +219,16 @@ void write_declaration(PromptBuilder& out, const Json& function) {
   write_string(out, description.is_null() ? "" : python_str(description));
   if (const Json& parameters = member(function, "parameters"); truthy(parameters)) {
     if (!parameters.is_object())
-      throw Error(ErrorCode::kBadInput, fmt::format("tool {}: parameters is a {}, expected an object", quote(tool), parameters.type_name()));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("tool {}: parameters is a {}, expected an object", quote(tool), parameters.type_name()));
     out.text(",parameters:{");
     for (const char* keyword : {"anyOf", "oneOf", "allOf", "$defs", "definitions", "$ref"})
       if (parameters.contains(keyword))
-        out.warn(fmt::format("tool {}: '{}' has no form in this model's tool declarations and is left out", quote(tool), keyword));
+        out.warn(fmt::format("tool {}: '{}' has no form in this model's tool declarations and is left out", quote(tool),
+                             keyword));
     if (const Json& properties = member(parameters, "properties"); truthy(properties)) {
-      if (!properties.is_object()) throw Error(ErrorCode::kBadInput, fmt::format("tool {}: properties is not an object", quote(tool)));
+      if (!properties.is_object())
+        throw Error(ErrorCode::kBadInput, fmt::format("tool {}: properties is not an object", quote(tool)));
       out.text("properties:{");
       write_properties(out, properties, tool, false, 0);
       out.text("},");

@@ -16,7 +16,8 @@ using Json = nlohmann::ordered_json;
 std::string string_member(const Json& object, const char* key, size_t index) {
   const auto found = object.find(key);
   if (found == object.end() || found->is_null()) return {};
-  if (!found->is_string()) throw bad_message(index, fmt::format("'{}' is a {}, expected a string", key, found->type_name()));
+  if (!found->is_string())
+    throw bad_message(index, fmt::format("'{}' is a {}, expected a string", key, found->type_name()));
   return found->get<std::string>();
 }
 
@@ -26,13 +27,16 @@ Role read_role(const Json& message, size_t index) {
   if (role == "user") return Role::kUser;
   if (role == "assistant") return Role::kAssistant;
   if (role == "tool") return Role::kTool;
-  throw bad_message(index, role.empty() ? "it has no role"
-                                        : fmt::format("role {} is unknown; known are system, developer, user, assistant "
-                                                      "and tool", quote(role)));
+  throw bad_message(index, role.empty()
+                               ? "it has no role"
+                               : fmt::format("role {} is unknown; known are system, developer, user, assistant "
+                                             "and tool",
+                                             quote(role)));
 }
 
 ContentPart read_part(const Json& part, size_t index, bool allow_media) {
-  if (!part.is_object()) throw bad_message(index, fmt::format("a content part is a {}, expected an object", part.type_name()));
+  if (!part.is_object())
+    throw bad_message(index, fmt::format("a content part is a {}, expected an object", part.type_name()));
   const std::string type = string_member(part, "type", index);
   if (type == "text" || type == "input_text" || type == "output_text") {
     const auto text = part.find("text");
@@ -64,7 +68,8 @@ void read_content(const Json& json, bool allow_media, Message& message) {
   } else if (message.role == Role::kTool) {
     message.value = *content;   // a result that is not text: an object, a number
   } else {
-    throw bad_message(message.index, fmt::format("content is a {}, expected a string or a list of parts", content->type_name()));
+    throw bad_message(message.index,
+                      fmt::format("content is a {}, expected a string or a list of parts", content->type_name()));
   }
 }
 
@@ -78,7 +83,8 @@ Json read_arguments(const Json& function, size_t index) {
     value = parse_json<Json>(fmt::format("message {}: arguments of a tool call", index), text);
   }
   if (!value.is_object())
-    throw bad_message(index, fmt::format("arguments of a tool call are a {}, expected a JSON object", value.type_name()));
+    throw bad_message(index,
+                      fmt::format("arguments of a tool call are a {}, expected a JSON object", value.type_name()));
   return value;
 }
 
@@ -106,7 +112,8 @@ void read_tool_results(const Json& json, Message& message) {
   for (const Json& result : *results) {
     if (!result.is_object()) throw bad_message(message.index, "a tool response is not an object");
     std::string tool = string_member(result, "name", message.index);
-    message.tool_results.push_back({tool.empty() ? "unknown" : tool, result.contains("response") ? result["response"] : Json()});
+    message.tool_results.push_back(
+        {tool.empty() ? "unknown" : tool, result.contains("response") ? result["response"] : Json()});
   }
 }
 
@@ -162,7 +169,8 @@ std::vector<const Json*> read_tools(const Json& tools) {
   for (const Json& tool : tools) {
     const bool whole = tool.is_object() && tool.contains("function") && tool["function"].is_object() &&
                        tool["function"].contains("name") && tool["function"]["name"].is_string();
-    if (!whole) throw Error(ErrorCode::kBadInput, fmt::format("tool {}: it has no function with a name", functions.size()));
+    if (!whole)
+      throw Error(ErrorCode::kBadInput, fmt::format("tool {}: it has no function with a name", functions.size()));
     functions.push_back(&tool["function"]);
   }
   return functions;

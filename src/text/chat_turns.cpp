@@ -117,7 +117,8 @@ ChatPrompt format_llama3(const ChatFormat& format, const std::vector<Message>& a
   }
   if (declares_tools) {
     if (next == all.size() || all[next].role != Role::kUser)
-      throw Error(ErrorCode::kBadInput, "Cannot put tools in the first user message when there's no first user message!");
+      throw Error(ErrorCode::kBadInput,
+                  "Cannot put tools in the first user message when there's no first user message!");
     refuse_media(all[next]);
     header("user");
     out.text("Given the following functions, please respond with a JSON for a function call with its proper arguments "

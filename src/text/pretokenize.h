@@ -43,8 +43,8 @@ class Pretokenizer {
   Pretokenizer(const Pretokenizer&) = delete;
   Pretokenizer& operator=(const Pretokenizer&) = delete;
 
-  // Appends the pieces of `text` to `pieces`; none is empty. Requires valid UTF-8. Throws Error(kBadInput) when matching
-  // passes its limit. May be called by many threads at once.
+  // Appends the pieces of `text` to `pieces`; none is empty. Requires valid UTF-8. Throws Error(kBadInput) when
+  // matching passes its limit. May be called by many threads at once.
   void split(std::string_view text, std::vector<std::string_view>& pieces, uint64_t* steps = nullptr) const;
 
  private:

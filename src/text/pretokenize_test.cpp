@@ -61,7 +61,8 @@ TEST(Pretokenizer, LettersMarksAndNumbersAreUnicodes) {
   EXPECT_EQ(split(gpt2(), "x\xC2\xB2y"), (Pieces{"x", "\xC2\xB2", "y"}));     // superscript two is a number
   EXPECT_EQ(split(gpt2(), "\xF0\x9D\x90\x80z"), (Pieces{"\xF0\x9D\x90\x80z"}));  // U+1D400, a letter beyond 16 bits
   EXPECT_EQ(split(smollm(), "\xD9\xA1\xD9\xA2"), (Pieces{"\xD9\xA1", "\xD9\xA2"}));  // Arabic digits, one by one
-  EXPECT_EQ(split(llama3(), "\xE4\xBD\xA0\xE5\xA5\xBD\xEF\xBC\x8C"), (Pieces{"\xE4\xBD\xA0\xE5\xA5\xBD", "\xEF\xBC\x8C"}));
+  EXPECT_EQ(split(llama3(), "\xE4\xBD\xA0\xE5\xA5\xBD\xEF\xBC\x8C"),
+            (Pieces{"\xE4\xBD\xA0\xE5\xA5\xBD", "\xEF\xBC\x8C"}));
 }
 
 TEST(Pretokenizer, PiecesJoinToTheText) {
@@ -138,9 +139,13 @@ TEST(Pretokenizer, APatternThatExplodesIsAnError) {
 }
 
 TEST(Pretokenizer, UnknownSyntaxIsRefusedByName) {
-  for (const auto& [pattern, part] : std::vector<std::pair<std::string, std::string>>{
-           {R"(\w+)", "\\w"}, {R"(\h)", "\\h"}, {R"([\S])", "\\S"}, {R"([a[b]])", "class"}, {R"([a&&b])", "intersection"},
-           {R"((a)", "PCRE2"}, {"a\\", "backslash"}}) {
+  for (const auto& [pattern, part] : std::vector<std::pair<std::string, std::string>>{{R"(\w+)", "\\w"},
+                                                                                      {R"(\h)", "\\h"},
+                                                                                      {R"([\S])", "\\S"},
+                                                                                      {R"([a[b]])", "class"},
+                                                                                      {R"([a&&b])", "intersection"},
+                                                                                      {R"((a)", "PCRE2"},
+                                                                                      {"a\\", "backslash"}}) {
     ErrorCode code = ErrorCode::kIo;
     const std::string message = test::error_of([&] { Pretokenizer({{pattern}}); }, &code);
     EXPECT_EQ(code, ErrorCode::kUnsupported) << pattern;

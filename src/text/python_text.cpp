@@ -159,8 +159,10 @@ std::string python_float(double value) {
     return out + fmt::format("e{}{:02}", exponent < 0 ? '-' : '+', std::abs(exponent));
   }
   if (exponent < 0) return out + "0." + std::string(static_cast<size_t>(-exponent - 1), '0') + digits;
-  if (n_digits <= exponent + 1) return out + digits + std::string(static_cast<size_t>(exponent + 1 - n_digits), '0') + ".0";
-  return out + digits.substr(0, static_cast<size_t>(exponent) + 1) + '.' + digits.substr(static_cast<size_t>(exponent) + 1);
+  if (n_digits <= exponent + 1)
+    return out + digits + std::string(static_cast<size_t>(exponent + 1 - n_digits), '0') + ".0";
+  return out + digits.substr(0, static_cast<size_t>(exponent) + 1) + '.' +
+         digits.substr(static_cast<size_t>(exponent) + 1);
 }
 
 std::string python_json(const Json& value, int indent) {

@@ -1,4 +1,4 @@
-// For the tests of this folder: checkpoints that exist only in memory, and the real vocabularies where they are present.
+// For the tests of this folder: checkpoints that exist only in memory, and the real vocabularies where present.
 #pragma once
 
 #include <cstdlib>

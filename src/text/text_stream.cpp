@@ -9,8 +9,8 @@ namespace beryl {
 std::string TextStream::push(int32_t id) {
   if (!show_special_ && tokenizer_.is_special(id)) return {};
   pending_ += tokenizer_.token_bytes(id);
-  // What precedes an incomplete suffix divides into characters and ill-formed parts whatever follows, so repairing piece
-  // by piece gives the same text as repairing the whole.
+  // What precedes an incomplete suffix divides into characters and ill-formed parts whatever follows, so repairing
+  // piece by piece gives the same text as repairing the whole.
   const size_t kept = incomplete_suffix(pending_);
   std::string whole = pending_.substr(0, pending_.size() - kept);
   pending_.erase(0, whole.size());

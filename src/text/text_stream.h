@@ -15,8 +15,8 @@ class TextStream {
   explicit TextStream(const Tokenizer& tokenizer, bool show_special = false)
       : tokenizer_(tokenizer), show_special_(show_special) {}
 
-  // The text that this id completes; often empty when a character comes as several byte tokens. Bytes that can no longer
-  // become a character come out as U+FFFD at once.
+  // The text that this id completes; often empty when a character comes as several byte tokens. Bytes that can no
+  // longer become a character come out as U+FFFD at once.
   std::string push(int32_t id);
   // The rest: bytes that waited for their character become one U+FFFD. The stream is empty again afterwards.
   std::string finish();

@@ -1,5 +1,5 @@
 // What: a stream's pieces are valid UTF-8 and together equal decode(ids), for any ids, cut anywhere.
-// How:  a small vocabulary of all bytes, multi-byte tokens and control tokens; random ids; every length of an emoji reply.
+// How:  a small vocabulary of all bytes, multi-byte and control tokens; random ids; every length of an emoji reply.
 #include "text/text_stream.h"
 
 #include <random>

@@ -232,8 +232,9 @@ void Tokenizer::encode_characters(std::string_view piece, std::vector<int32_t>& 
     position += length;
   }
   if (priorities_.empty()) {
-    merge_symbols(symbols, [&](const Symbol& left, const Symbol& right) { return parts_.merges.find(left.id, right.id); },
-                  scratch);
+    merge_symbols(
+        symbols, [&](const Symbol& left, const Symbol& right) { return parts_.merges.find(left.id, right.id); },
+        scratch);
   } else {
     const size_t longest = vocabulary.longest();
     const auto merge_by_score = [&](const Symbol& left, const Symbol& right) -> std::optional<Merge> {
@@ -281,8 +282,9 @@ void Tokenizer::encode_words(std::string_view piece, std::vector<int32_t>& ids, 
       const int32_t id = byte_ids_[static_cast<uint8_t>(word[i])];
       if (id >= 0) symbols.push_back({static_cast<uint32_t>(i), 1, id});
     }
-    merge_symbols(symbols, [&](const Symbol& left, const Symbol& right) { return parts_.merges.find(left.id, right.id); },
-                  scratch);
+    merge_symbols(
+        symbols, [&](const Symbol& left, const Symbol& right) { return parts_.merges.find(left.id, right.id); },
+        scratch);
     for (const Symbol& symbol : symbols) ids.push_back(symbol.id);
   }
 }

@@ -288,8 +288,9 @@ void read_pre_tokenizer(const Pipeline& pipeline, TokenizerParts& parts) {
     } else if (type == "Split") {
       const Pattern pattern = read_pattern(pipeline, *part, "pre_tokenizer");
       // Gemma's files split at spaces although the normalizer has left none.
-      const bool never_matches = !pattern.is_regex && std::any_of(parts.replacements.begin(), parts.replacements.end(),
-                                                                  [&](const auto& r) { return r.first == pattern.text; });
+      const bool never_matches =
+          !pattern.is_regex && std::any_of(parts.replacements.begin(), parts.replacements.end(),
+                                           [&](const auto& r) { return r.first == pattern.text; });
       if (never_matches) continue;
       SplitStep step;
       if (pattern.is_regex) {
@@ -310,14 +311,16 @@ void read_pre_tokenizer(const Pipeline& pipeline, TokenizerParts& parts) {
   }
   if (parts.byte_level && !parts.replacements.empty())
     throw pipeline.unsupported("a normalizer together with the pre_tokenizer ByteLevel");
-  if (!parts.byte_level && splits_text) throw pipeline.unsupported("a pre_tokenizer that splits text without ByteLevel");
+  if (!parts.byte_level && splits_text)
+    throw pipeline.unsupported("a pre_tokenizer that splits text without ByteLevel");
 }
 
 // Decoding is the reverse of encoding here; a decoder that would do anything else is refused.
 void check_decoder(const Pipeline& pipeline, const TokenizerParts& parts) {
   for (const Json* part : pipeline.members(pipeline.section("decoder"), "decoder", "decoders")) {
     const std::string type = pipeline.type(*part, "decoder");
-    const bool known = parts.byte_level ? type == "ByteLevel" : type == "Replace" || type == "ByteFallback" || type == "Fuse";
+    const bool known =
+        parts.byte_level ? type == "ByteLevel" : type == "Replace" || type == "ByteFallback" || type == "Fuse";
     if (!known) throw pipeline.unsupported(fmt::format("decoder {}", quote(type)));
     if (type == "Replace") {
       const Pattern pattern = read_pattern(pipeline, *part, "decoder");
@@ -349,9 +352,11 @@ void check_model(const Pipeline& pipeline, const Json& model, TokenizerParts& pa
   if (const std::string type = model.contains("type") ? pipeline.type(model, "model") : "BPE"; type != "BPE")
     throw pipeline.unsupported(fmt::format("model type {}", quote(type)));
   for (const char* name : {"continuing_subword_prefix", "end_of_word_suffix"})
-    if (model.contains(name) && !model[name].is_null() && !(model[name].is_string() && model[name].get<std::string>().empty()))
+    if (model.contains(name) && !model[name].is_null() &&
+        !(model[name].is_string() && model[name].get<std::string>().empty()))
       throw pipeline.unsupported(fmt::format("model with a {}", name));
-  if (model.contains("dropout") && !model["dropout"].is_null() && !(model["dropout"].is_number() && model["dropout"] == 0))
+  if (model.contains("dropout") && !model["dropout"].is_null() &&
+      !(model["dropout"].is_number() && model["dropout"] == 0))
     throw pipeline.unsupported("model with dropout");
   parts.ignore_merges = pipeline.flag(model, "ignore_merges", false);
 }

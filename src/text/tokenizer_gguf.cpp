@@ -95,8 +95,8 @@ void choose_pretokenizer(const GgufVocabulary& file, TokenizerParts& parts) {
   std::string name = given.value_or("default");
   if (name == "default") {  // what converters write that do not know the vocabulary
     name = parts.vocabulary.find("<|begin_of_text|>") >= 0 ? "llama-bpe" : "gpt-2";
-    parts.warnings.push_back(fmt::format("{}: {} is {}; '{}' is assumed, and text may be split wrongly", file.path, kKey,
-                                         given ? "'default'" : "missing", name));
+    parts.warnings.push_back(fmt::format("{}: {} is {}; '{}' is assumed, and text may be split wrongly", file.path,
+                                         kKey, given ? "'default'" : "missing", name));
   }
   if (name == "llama-bpe" || name == "llama3" || name == "llama-v3") {
     parts.family = "Llama 3";

@@ -60,7 +60,7 @@ TEST(Utf8, RepairEqualsPythonsReplacement) {
   }
 }
 
-// A sequence is well-formed if and only if it is the encoding of a scalar value: the model enumerates instead of parsing.
+// A sequence is well-formed if and only if it is the encoding of a scalar value: so the model re-encodes.
 TEST(Utf8, AgreesWithEnumerationOnAllBoundaryBytes) {
   const std::vector<uint8_t> bytes = {0x00, 0x41, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF,
                                       0xE0, 0xE1, 0xEC, 0xED, 0xEE, 0xEF, 0xF0, 0xF1, 0xF3, 0xF4, 0xF5, 0xFF};
@@ -90,7 +90,8 @@ TEST(Utf8, TrimEqualsPythonsStrip) {
   EXPECT_EQ(trim("  padded \n"), "padded");
   EXPECT_EQ(trim(""), "");
   EXPECT_EQ(trim(" \t\r\n\v\f"), "");
-  for (const uint32_t space : {0x1Cu, 0x1Fu, 0x85u, 0xA0u, 0x1680u, 0x2000u, 0x200Au, 0x2028u, 0x2029u, 0x202Fu, 0x205Fu, 0x3000u})
+  for (const uint32_t space :
+       {0x1Cu, 0x1Fu, 0x85u, 0xA0u, 0x1680u, 0x2000u, 0x200Au, 0x2028u, 0x2029u, 0x202Fu, 0x205Fu, 0x3000u})
     EXPECT_EQ(trim(encode(space) + "é x é" + encode(space) + " "), "é x é") << space;
   for (const uint32_t kept : {0x00u, 0x1Bu, 0x180Eu, 0x200Bu, 0x2060u, 0xFEFFu})
     EXPECT_EQ(trim(encode(kept) + "x" + encode(kept)), encode(kept) + "x" + encode(kept)) << kept;

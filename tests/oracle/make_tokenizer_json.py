@@ -3,8 +3,8 @@
 
 Usage: make_tokenizer_json.py FILE.gguf FOLDER
 
-The structure is that of the published checkpoints, family by family (Gemma 3, Gemma 4, Llama 3, SmolLM2, GPT-2), so that
-the reader of tokenizer.json is tested on what it will meet: merges as strings or as pairs, special tokens inside or
+The structure is that of the published checkpoints, family by family (Gemma 3, Gemma 4, Llama 3, SmolLM2, GPT-2), so
+that the reader of tokenizer.json is tested on what it will meet: merges as strings or as pairs, special tokens inside or
 outside model.vocab, the pipelines' own spellings. Gemma 3's GGUF has scores and no merges; the merge list is made from
 them as converters do: every split of a token into two tokens, best score first.
 
@@ -111,7 +111,8 @@ def main():
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     bos_id, eos_id = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
     pre = metadata.get("tokenizer.ggml.pre")
-    family = {"llama": "gemma3", "gemma4": "gemma4"}.get(kind) or {"llama-bpe": "llama3", "smollm": "smollm2", "gpt-2": "gpt2"}[pre]
+    by_pre = {"llama-bpe": "llama3", "smollm": "smollm2", "gpt-2": "gpt2"}
+    family = {"llama": "gemma3", "gemma4": "gemma4"}.get(kind) or by_pre[pre]
     gemma = family in ("gemma3", "gemma4")
     if gemma:
         tokens = [token.replace(" ", METASPACE) for token in tokens]
@@ -135,7 +136,7 @@ def main():
     model = {
         "type": "BPE",
         "dropout": None,
-        "unk_token": "<unk>" if gemma else "<|endoftext|>" if family == "smollm2" else None,
+        "unk_token": "<unk>" if gemma else None,
         "continuing_subword_prefix": "" if family == "gpt2" else None,
         "end_of_word_suffix": "" if family == "gpt2" else None,
         "fuse_unk": gemma,
