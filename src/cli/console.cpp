@@ -1,6 +1,7 @@
 #include "cli/console.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -8,6 +9,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -18,14 +20,20 @@ namespace beryl::cli {
 namespace {
 
 volatile sig_atomic_t interrupt_seen = 0;
+// Whatever thread the signal finds, a byte in here wakes the one that waits for a line.
+int interrupt_pipe[2] = {-1, -1};
 
 extern "C" void note_interrupt(int) {
+  const int saved_errno = errno;
   if (interrupt_seen != 0) {
     // The first one has not been acted upon: whoever asks twice means it.
     signal(SIGINT, SIG_DFL);
     raise(SIGINT);
   }
   interrupt_seen = 1;
+  // The pipe does not block and is never full: one byte, taken out before the next.
+  [[maybe_unused]] const ssize_t n = ::write(interrupt_pipe[1], "", 1);
+  errno = saved_errno;
 }
 
 // 0 when all was written, else errno.
@@ -41,8 +49,17 @@ int write_all(int stream, std::string_view text) {
 
 std::string one_line(std::string_view text) {
   std::string line(text);
-  std::replace_if(line.begin(), line.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
+  std::replace_if(
+      line.begin(), line.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
   return line;
+}
+
+// Waits for standard input. False when a caught Ctrl-C came, be it before the call.
+bool wait_for_input() {
+  pollfd inputs[2] = {{kStandardInput, POLLIN, 0}, {interrupt_pipe[0], POLLIN, 0}};
+  while (interrupt_seen == 0)
+    if (::poll(inputs, 2, -1) > 0 && inputs[0].revents != 0) break;
+  return interrupt_seen == 0;
 }
 
 [[noreturn]] void fail_to_read() {
@@ -122,12 +139,12 @@ Line read_line() {
       pending.erase(0, newline + 1);
       return line;
     }
-    char buffer[4096];
-    const ssize_t n = ::read(kStandardInput, buffer, sizeof buffer);
-    if (n < 0 && errno == EINTR && interrupt_seen != 0) {
+    if (!wait_for_input()) {
       pending.clear();
       return {LineEnd::kInterrupted, {}};
     }
+    char buffer[4096];
+    const ssize_t n = ::read(kStandardInput, buffer, sizeof buffer);
     if (n < 0 && errno == EINTR) continue;
     // A terminal that is gone reads as EIO.
     if (n < 0 && errno != EIO) fail_to_read();
@@ -143,16 +160,27 @@ Line read_line() {
 
 InterruptCatcher::InterruptCatcher() {
   interrupt_seen = 0;
+  if (::pipe2(interrupt_pipe, O_CLOEXEC | O_NONBLOCK) != 0)
+    throw Error(ErrorCode::kIo, fmt::format("no pipe for Ctrl-C: {}", std::strerror(errno)));
   struct sigaction action = {};
-  action.sa_handler = note_interrupt;   // without SA_RESTART: a read that waits for a line returns
+  action.sa_handler = note_interrupt;
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, nullptr);
 }
 
-InterruptCatcher::~InterruptCatcher() { signal(SIGINT, SIG_DFL); }
+InterruptCatcher::~InterruptCatcher() {
+  signal(SIGINT, SIG_DFL);
+  for (int& end : interrupt_pipe) ::close(std::exchange(end, -1));
+}
 
 bool InterruptCatcher::interrupted() const { return interrupt_seen != 0; }
 
-void InterruptCatcher::clear() { interrupt_seen = 0; }
+void InterruptCatcher::clear() {
+  // In this order, so that a signal in between leaves the flag set, which is what counts.
+  interrupt_seen = 0;
+  char byte;
+  while (::read(interrupt_pipe[0], &byte, 1) > 0) {
+  }
+}
 
 }  // namespace beryl::cli

@@ -47,8 +47,8 @@ struct Line {
 // The next line of standard input. kInterrupted: a caught Ctrl-C came; what was typed is lost. Throws Error(kIo).
 Line read_line();
 
-// While one lives, Ctrl-C only sets a flag, except that a second one before the flag is cleared ends the program as usual.
-// At most one at a time.
+// While one lives, Ctrl-C only sets a flag, except that a second one before the flag is cleared ends the program as
+// usual. At most one at a time.
 class InterruptCatcher {
  public:
   InterruptCatcher();

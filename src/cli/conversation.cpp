@@ -11,7 +11,8 @@ nlohmann::ordered_json message(const char* role, const std::string& text) {
 
 }  // namespace
 
-Conversation::Conversation(const ChatFormat& format, const Tokenizer& tokenizer, const std::string& system_text, bool think)
+Conversation::Conversation(const ChatFormat& format, const Tokenizer& tokenizer, const std::string& system_text,
+                           bool think)
     : format_(format), tokenizer_(tokenizer), system_text_(system_text), think_(think) {
   reset();
 }
@@ -42,7 +43,8 @@ ChatPrompt Conversation::between_replies(const std::string& user_text) const {
     const size_t at = piece.control ? std::string::npos : piece.text.find(reply);
     if (at == std::string::npos) continue;
     piece.text.erase(0, at + reply.size());
-    prompt.pieces.erase(prompt.pieces.begin(), prompt.pieces.begin() + static_cast<std::ptrdiff_t>(i + piece.text.empty()));
+    prompt.pieces.erase(prompt.pieces.begin(),
+                        prompt.pieces.begin() + static_cast<std::ptrdiff_t>(i + piece.text.empty()));
     return prompt;
   }
   BERYL_CHECK(false, "a chat format writes every reply");
@@ -61,7 +63,8 @@ Turn Conversation::next_turn(const std::string& user_text) const {
   const ChatPrompt prompt = between_replies(user_text);
   std::vector<int32_t> ids = encode_prompt(tokenizer_, prompt);
   // It is no beginning, so the BOS that prompts get goes.
-  if (tokenizer_.adds_bos() && tokenizer_.bos_id() && !ids.empty() && ids.front() == *tokenizer_.bos_id()) ids.erase(ids.begin());
+  if (tokenizer_.adds_bos() && tokenizer_.bos_id() && !ids.empty() && ids.front() == *tokenizer_.bos_id())
+    ids.erase(ids.begin());
   turn.ids = unread_;
   turn.ids.insert(turn.ids.end(), ids.begin(), ids.end());
   turn.continues = true;

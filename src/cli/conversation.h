@@ -21,8 +21,8 @@ struct Turn {
 };
 
 // The sequence keeps what it has read: a turn is the end of the last reply, the user's message, and the opening of the
-// next reply. Written anew in full is a conversation only when its format changes what lies back (a reply's thoughts are
-// dropped from history), or when the last reply failed. The tokenizer and the format must outlive it.
+// next reply. A conversation is written anew, in full, only when its format changes what lies back (a reply's thoughts
+// are dropped from history), or when the last reply failed. The tokenizer and the format must outlive it.
 class Conversation {
  public:
   Conversation(const ChatFormat& format, const Tokenizer& tokenizer, const std::string& system_text, bool think);

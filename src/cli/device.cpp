@@ -9,10 +9,12 @@
 
 namespace beryl::cli {
 
-void add_device_options(CLI::App& app, DeviceOptions& options) {
+void add_device_options(CLI::App& app, DeviceOptions& options, const std::string& heading) {
   add_choice(app, "--device", options.name, {"auto", "cpu", "reference", "cuda"},
-             "what computes; auto: the GPU if there is one, else the CPU. reference: double precision, slow");
-  add_integer(app, "--threads", options.n_threads, 1, 1024, "threads of the CPU backends (default: one a core)");
+             "auto (the GPU if there is one, else the CPU), cpu, cuda, or reference (exact, slow)")
+      ->group(heading);
+  add_integer(app, "--threads", options.n_threads, 1, 1024, "threads of the CPU backends (default: one a core)")
+      ->group(heading);
 }
 
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {

@@ -16,8 +16,8 @@ struct DeviceOptions {
   int64_t n_threads = 0;         // of host backends; 0: one a core
 };
 
-// --device and --threads.
-void add_device_options(CLI::App& app, DeviceOptions& options);
+// --device and --threads, under this heading of the help.
+void add_device_options(CLI::App& app, DeviceOptions& options, const std::string& heading = "Options");
 
 // auto: the GPU where this build and this machine have one, else the CPU. Throws Error(kUnsupported or kDevice) when a
 // device asked for by name is not there.

@@ -34,7 +34,7 @@ struct InspectOptions {
   bool tensors = false;
   bool step = false;
   bool plan = false;
-  int64_t context = 0;           // 0: the smaller of kDefaultContext and the model's
+  int64_t context = 0;   // 0: the smaller of kDefaultContext and the model's
   int64_t chunk_tokens = 256;
   DeviceOptions device;
 };
@@ -85,7 +85,8 @@ std::string describe_layer(const LayerSpec& layer, int first) {
                       attention.head_dim, describe_rope(attention.rope));
   if (attention.v_from_k) text += ", V from K";
   if (!layer.owns_cache(first)) text += fmt::format(", reads the cache of layer {}", attention.cache_layer);
-  text += fmt::format("; feed-forward {} {}", layer.ffn.dim, layer.ffn.activation == Activation::kSilu ? "SiLU" : "GELU");
+  text +=
+      fmt::format("; feed-forward {} {}", layer.ffn.dim, layer.ffn.activation == Activation::kSilu ? "SiLU" : "GELU");
   if (layer.ffn.n_experts > 0)
     text += fmt::format(" and {} of {} experts of {}", layer.ffn.top_k, layer.ffn.n_experts, layer.ffn.expert_dim);
   return text;
@@ -110,7 +111,8 @@ std::string describe_config(const ModelConfig& config) {
   text += line("architecture", fmt::format("{} ({})", quote(config.architecture), family_name(config.family)));
   if (!config.name.empty()) text += line("name", quote(config.name));
   text += line("width", fmt::format("{}", config.model_dim));
-  if (config.per_layer_dim > 0) text += line("", fmt::format("{} more a layer, from per-layer embeddings", config.per_layer_dim));
+  if (config.per_layer_dim > 0)
+    text += line("", fmt::format("{} more a layer, from per-layer embeddings", config.per_layer_dim));
   text += line("context", fmt::format("{} positions", config.context));
   text += line("vocabulary", fmt::format("{} tokens", config.vocab));
   if (!config.suppressed_tokens.empty())
@@ -141,15 +143,18 @@ std::string describe_weights(const ModelWeights& weights) {
   int64_t n_vector_values = 0;
   for (const WeightVector& vector : weights.set.vectors) n_vector_values += static_cast<int64_t>(vector.values.size());
   const bool tied = weights.head.index == weights.embedding.index;
-  const auto bits = [](const Sum& sum) { return 8.0 * static_cast<double>(sum.bytes) / static_cast<double>(sum.n_weights); };
+  const auto bits = [](const Sum& sum) {
+    return 8.0 * static_cast<double>(sum.bytes) / static_cast<double>(sum.n_weights);
+  };
 
-  std::string text = line("parameters", fmt::format("{} ({}){}", human_count(all.n_weights + n_vector_values),
-                                                    all.n_weights + n_vector_values,
-                                                    tied ? "; the embedding is the head too" : ""));
-  text += line("weights", fmt::format("{} in {} matrices, {:.2f} bits a weight", human_bytes(all.bytes), all.n_matrices, bits(all)));
+  std::string text =
+      line("parameters", fmt::format("{} ({}){}", human_count(all.n_weights + n_vector_values),
+                                     all.n_weights + n_vector_values, tied ? "; the embedding is the head too" : ""));
+  text += line("weights", fmt::format("{} in {} matrices, {:.2f} bits a weight", human_bytes(all.bytes), all.n_matrices,
+                                      bits(all)));
   for (const auto& [format, sum] : by_format)
-    text += fmt::format("  {:<10}{:>5} matrices {:>16} weights {:>10} {:>7.2f} bits\n", info(format).name, sum.n_matrices,
-                        sum.n_weights, human_bytes(sum.bytes), bits(sum));
+    text += fmt::format("  {:<10}{:>5} matrices {:>16} weights {:>10} {:>7.2f} bits\n", info(format).name,
+                        sum.n_matrices, sum.n_weights, human_bytes(sum.bytes), bits(sum));
   return text;
 }
 
@@ -201,7 +206,9 @@ std::string describe_ignored(const RecordingCheckpoint& checkpoint, const std::v
     text += line("ignored", fmt::format("{} tensors, {}", ignored_tensors.size(), human_bytes(bytes)));
     text += summarise(ignored_tensors);
   }
-  const std::vector<std::string> keys = checkpoint.unread_keys();
+  std::vector<std::string> keys = checkpoint.unread_keys();
+  // JSON's null is an absent value.
+  std::erase_if(keys, [&](const std::string& key) { return !checkpoint.metadata().has(key); });
   if (!keys.empty()) {
     std::map<std::string, std::string> values;
     for (const std::string& key : keys) values[key] = checkpoint.metadata().describe(key);
@@ -217,15 +224,14 @@ std::string describe_tensors(const Checkpoint& checkpoint) {
   for (const TensorInfo& tensor : checkpoint.tensors()) widest = std::max(widest, tensor.name.size());
   std::string text;
   for (const TensorInfo& tensor : checkpoint.tensors())
-    text += fmt::format("{:<{}}  {:<10} {:>14}  [{}]\n", tensor.name, widest, info(tensor.format).name, tensor.data.size(),
-                        fmt::join(tensor.shape, ", "));
+    text += fmt::format("{:<{}}  {:<10} {:>14}  [{}]\n", tensor.name, widest, info(tensor.format).name,
+                        tensor.data.size(), fmt::join(tensor.shape, ", "));
   return text;
 }
 
 class Inspection {
  public:
-  explicit Inspection(const InspectOptions& options)
-      : options_(options), checkpoint_(open_checkpoint(options.model)) {}
+  explicit Inspection(const InspectOptions& options) : options_(options), checkpoint_(open_checkpoint(options.model)) {}
 
   int run() {
     // What the file is can be told even when it is no model that beryl runs: each part says what it can, the first
@@ -233,7 +239,9 @@ class Inspection {
     try_part([&] { describe_file(); });
     try_part([&] { describe_model(); });
     try_part([&] { describe_text(); });
-    try_part([&] { write_output(describe_ignored(checkpoint_, weights_ ? weights_->ignored : std::vector<std::string>())); });
+    try_part([&] {
+      write_output(describe_ignored(checkpoint_, weights_ ? weights_->ignored : std::vector<std::string>()));
+    });
     if (options_.tensors) try_part([&] { write_output("\n" + describe_tensors(checkpoint_)); });
     if (program_ && options_.step) try_part([&] { write_output("\n" + to_text(*program_)); });
     if (program_ && options_.plan) try_part([&] { describe_plan(); });
@@ -257,9 +265,9 @@ class Inspection {
     for (const TensorInfo& tensor : checkpoint_.tensors()) bytes += static_cast<int64_t>(tensor.data.size());
     const bool gguf = checkpoint_.container() == Container::kGguf;
     write_output(line("file", checkpoint_.path()) +
-                 line("container", fmt::format("{}: {} tensors, {}; {} metadata keys", gguf ? "GGUF" : "Hugging Face folder",
-                                               checkpoint_.tensors().size(), human_bytes(bytes),
-                                               checkpoint_.metadata().keys().size())));
+                 line("container", fmt::format("{}: {} tensors, {}; {} metadata keys",
+                                               gguf ? "GGUF" : "Hugging Face folder", checkpoint_.tensors().size(),
+                                               human_bytes(bytes), checkpoint_.metadata().keys().size())));
     for (const std::string& warning : checkpoint_.warnings()) write_output(line("warning", warning));
   }
 
@@ -283,13 +291,15 @@ class Inspection {
     std::vector<std::string> stops;
     for (int32_t id : tokenizer->stop_ids()) stops.push_back(name_of(id));
     write_output(line("tokenizer", fmt::format("{}, {} tokens", tokenizer->family(), tokenizer->vocab_size())) +
-                 line("", fmt::format("BOS {}{}", name_of(tokenizer->bos_id()), tokenizer->adds_bos() ? ", begins a prompt" : "")) +
+                 line("", fmt::format("BOS {}{}", name_of(tokenizer->bos_id()),
+                                      tokenizer->adds_bos() ? ", begins a prompt" : "")) +
                  line("", fmt::format("a reply ends with {}", fmt::join(stops, ", "))));
     for (const std::string& warning : tokenizer->warnings()) write_output(line("warning", warning));
     const std::optional<ChatFormat> format = detect_chat_format(checkpoint_, *tokenizer);
     const bool has_template = find_chat_template(checkpoint_).has_value();
-    write_output(line("chat format", fmt::format("{}; the file has {} template", format ? name(format->family) : "none that beryl knows",
-                                                 has_template ? "a" : "no")));
+    write_output(line("chat format",
+                      fmt::format("{}; the file has {} template",
+                                  format ? name(format->family) : "none that beryl knows", has_template ? "a" : "no")));
     if (format)
       for (const std::string& warning : format->warnings) write_output(line("warning", warning));
   }
@@ -300,7 +310,8 @@ class Inspection {
     run.chunk_tokens = static_cast<int>(std::min(options_.chunk_tokens, run.context));
     const std::unique_ptr<Backend> backend = make_backend(options_.device);
     const MemoryPlan plan = plan_memory(*program_, run, *backend);
-    write_output(fmt::format("\nmemory on {} for a context of {}\n{}", backend->name(), run.context, to_text(plan, *program_)));
+    write_output(
+        fmt::format("\nmemory on {} for a context of {}\n{}", backend->name(), run.context, to_text(plan, *program_)));
   }
 
   const InspectOptions& options_;

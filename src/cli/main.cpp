@@ -31,6 +31,7 @@ Commands:
   inspect     tell what a model file is and what running it takes
   tokenize    show a text as a model's tokens
   trace       write what a model computes to a file, to compare engines
+  bench       measure how fast a model runs
 
 Examples:
   beryl run model.gguf                                a conversation
@@ -51,14 +52,23 @@ class HelpFormatter : public CLI::Formatter {
     label("OPTIONS", "OPTIONS");
   }
   std::string make_option_opts(const CLI::Option* option) const override {
-    return option->get_type_name().empty() ? "" : " " + option->get_type_name();
+    std::string text = option->get_type_name().empty() ? "" : " " + option->get_type_name();
+    if (!option->get_default_str().empty()) text += "=" + option->get_default_str();
+    return text;
+  }
+  std::string make_group(std::string group, bool is_positional,
+                         std::vector<const CLI::Option*> options) const override {
+    const bool first = group == "Options";
+    const std::string text = CLI::Formatter::make_group(std::move(group), is_positional, std::move(options));
+    return first ? text
+                 : text.substr(std::min(text.find_first_not_of('\n'), text.size()));   // one empty line is enough
   }
   std::string make_usage(const CLI::App* app, std::string) const override {
     std::string usage = "\nUsage: beryl " + app->get_name();
     for (const CLI::Option* option : app->get_options())
       if (option->get_positional())
         usage += option->get_required() ? " " + option->get_name(true) : " [" + option->get_name(true) + "]";
-    return usage + " [OPTIONS]\n\n";
+    return usage + " [OPTIONS]\n";
   }
 };
 
@@ -71,6 +81,7 @@ std::string one_of(const std::vector<Command>& commands) {
 int run_program(int argc, char** argv) {
   CLI::App program;
   program.formatter(std::make_shared<HelpFormatter>());
+  program.set_help_flag("-h,--help", "show this help");
   program.set_version_flag("--version", "beryl " BERYL_VERSION);
   const std::vector<Command> commands = {add_run_command(program), add_inspect_command(program),
                                          add_tokenize_command(program), add_trace_command(program),

@@ -42,8 +42,7 @@ CLI::Option* add_checked(CLI::App& app, const std::string& names, const std::str
 
 CLI::Option* add_integer(CLI::App& app, const std::string& names, int64_t& value, int64_t least, int64_t most,
                          const std::string& help) {
-  const std::string expected = most == INT64_MAX ? fmt::format("a whole number from {}", least)
-                                                 : fmt::format("a whole number from {} to {}", least, most);
+  const std::string expected = fmt::format("a whole number from {} to {}", least, most);
   return add_checked(app, names, "N", help, expected, [&value, least, most](const std::string& text) {
     int64_t number = 0;
     if (!parse_number(text, number) || number < least || number > most) return false;
@@ -66,8 +65,8 @@ CLI::Option* add_real(CLI::App& app, const std::string& names, double& value, do
 
 CLI::Option* add_choice(CLI::App& app, const std::string& names, std::string& value,
                         const std::vector<std::string>& choices, const std::string& help) {
-  return add_checked(app, names, fmt::format("{}", fmt::join(choices, "|")), help,
-                     fmt::format("one of {}", fmt::join(choices, ", ")), [&value, choices](const std::string& text) {
+  return add_checked(app, names, "NAME", help, fmt::format("one of {}", fmt::join(choices, ", ")),
+                     [&value, choices](const std::string& text) {
                        if (std::find(choices.begin(), choices.end(), text) == choices.end()) return false;
                        value = text;
                        return true;
@@ -75,7 +74,14 @@ CLI::Option* add_choice(CLI::App& app, const std::string& names, std::string& va
 }
 
 CLI::Option* add_model(CLI::App& app, std::string& path) {
-  return app.add_option("MODEL", path, "a GGUF file, or a Hugging Face folder (config.json, safetensors)")
+  return app
+      .add_option_function<std::string>(
+          "MODEL",
+          [&path](const std::string& given) {
+            if (given.empty()) throw UsageError("MODEL is empty");
+            path = given;
+          },
+          "a GGUF file, or a Hugging Face folder (config.json, safetensors)")
       ->type_name("")
       ->required();
 }
@@ -91,8 +97,8 @@ std::vector<int32_t> parse_ids(std::string_view text, int64_t vocab) {
     part = part.substr(0, part.find_last_not_of(" \t\r\n") + 1);
     int64_t id = 0;
     if (!parse_number(part, id))
-      throw UsageError(fmt::format("--ids holds {}, numbers with commas between them were expected, as in 2,818",
-                                   quote(part)));
+      throw UsageError(
+          fmt::format("--ids holds {}, numbers with commas between them were expected, as in 2,818", quote(part)));
     if (id < 0 || id >= vocab)
       throw UsageError(fmt::format("--ids holds {}, but the model's ids go from 0 to {}", id, vocab - 1));
     ids.push_back(static_cast<int32_t>(id));

@@ -1,5 +1,5 @@
-// A checkpoint that notes which metadata keys are asked for, so that `beryl inspect` can tell what nothing reads without
-// a second list of keys.
+// A checkpoint that notes which metadata keys are asked for, so that `beryl inspect` can tell what nothing reads,
+// without a second list of keys.
 #pragma once
 
 #include <memory>
@@ -46,7 +46,9 @@ class RecordingCheckpoint : public Checkpoint {
     std::optional<std::vector<int64_t>> integers(std::string_view key) const override {
       return metadata_.integers(note(key));
     }
-    std::optional<std::vector<float>> floats(std::string_view key) const override { return metadata_.floats(note(key)); }
+    std::optional<std::vector<float>> floats(std::string_view key) const override {
+      return metadata_.floats(note(key));
+    }
     std::shared_ptr<const StringList> strings(std::string_view key) const override {
       return metadata_.strings(note(key));
     }

@@ -45,7 +45,7 @@ struct RunOptions {
   bool show_special = false;
   bool verbose = false;
   int64_t max_new = INT64_MAX;
-  int64_t context = 0;           // 0: see choose_context
+  int64_t context = 0;   // 0: see choose_context
   int64_t chunk_tokens = 256;
   double temperature = 0.7;
   int64_t top_k = 40;
@@ -54,7 +54,7 @@ struct RunOptions {
   double repetition_penalty = 1;
   double presence_penalty = 0;
   double frequency_penalty = 0;
-  int64_t seed = -1;             // -1: a random one
+  int64_t seed = -1;   // -1: a random one
   DeviceOptions device;
 };
 
@@ -82,11 +82,13 @@ class Runner {
     if (!options_.raw) {
       format_ = detect_chat_format(*model_.checkpoint, *tokenizer_);
       if (!format_)
-        throw Error(ErrorCode::kUnsupported, fmt::format("{}: has no chat format that beryl knows; with --raw it goes on with a text",
-                                                         options_.model));
+        throw Error(
+            ErrorCode::kUnsupported,
+            fmt::format("{}: has no chat format that beryl knows; with --raw it goes on with a text", options_.model));
       for (const std::string& warning : format_->warnings) print_warning(warning);
       if (options_.think && format_->family != ChatFamily::kGemma4)
-        print_warning(fmt::format("--think changes nothing: the chat format {} has no thinking", name(format_->family)));
+        print_warning(
+            fmt::format("--think changes nothing: the chat format {} has no thinking", name(format_->family)));
     }
     if (options_.context > model_.config.context)
       print_warning(fmt::format("--ctx {} is more than the {} positions that the model was made for", options_.context,
@@ -105,8 +107,8 @@ class Runner {
     if (turn.ids.empty()) throw UsageError("the prompt is empty, and this model begins with no token of its own");
     prepare(static_cast<int64_t>(turn.ids.size()));
     if (static_cast<int64_t>(turn.ids.size()) > stepper_->context())
-      throw Error(ErrorCode::kBadInput, fmt::format("the prompt has {} tokens, the context {}{}", turn.ids.size(), stepper_->context(),
-                                                    options_.context == 0 ? "" : " (--ctx)"));
+      throw Error(ErrorCode::kBadInput, fmt::format("the prompt has {} tokens, the context {}{}", turn.ids.size(),
+                                                    stepper_->context(), options_.context == 0 ? "" : " (--ctx)"));
     InterruptCatcher interrupts;
     ReplyWriter writer(*tokenizer_, options_.show_special, turn.in_thought);
     const GenerateResult result = reply(turn, writer, interrupts);
@@ -116,15 +118,16 @@ class Runner {
   int converse() {
     prepare(0);
     Conversation conversation(*format_, *tokenizer_, options_.system_text, options_.think);
-    print_note(fmt::format("A conversation with {}. /reset forgets it, /exit or Ctrl-D ends it, Ctrl-C ends a reply.", model_name()));
+    print_note(fmt::format("A conversation with {}. /reset forgets it, /exit or Ctrl-D ends it, Ctrl-C ends a reply.",
+                           model_name()));
     return for_each_line([&](const std::string& text, InterruptCatcher& interrupts) {
       if (text == "/reset") {
         conversation.reset();
-        stepper_->reset(kSequence);
+        forget_sequence();
         return;
       }
       const Turn turn = conversation.next_turn(text);
-      if (!turn.continues) stepper_->reset(kSequence);
+      if (!turn.continues) forget_sequence();
       if (!fits(turn)) {
         if (!turn.continues) conversation.forget_cache();
         return;
@@ -133,7 +136,7 @@ class Runner {
       const GenerateResult result = reply(turn, writer, interrupts);
       if (result.reply.empty() && result.finish == FinishReason::kCancelled) {
         // Only a part of the turn was read.
-        stepper_->reset(kSequence);
+        forget_sequence();
         conversation.forget_cache();
         return;
       }
@@ -148,7 +151,7 @@ class Runner {
     return for_each_line([&](const std::string& text, InterruptCatcher& interrupts) {
       Turn turn;
       turn.ids = encode_raw_prompt(*tokenizer_, text, options_.parse_special);
-      stepper_->reset(kSequence);
+      forget_sequence();
       if (!fits(turn)) return;
       ReplyWriter writer(*tokenizer_, options_.show_special, turn.in_thought);
       reply(turn, writer, interrupts);
@@ -201,34 +204,45 @@ class Runner {
     const auto n = static_cast<int64_t>(turn.ids.size());
     if (n > 0 && held + n <= stepper_->context()) return true;
     if (n > 0)
-      print_error(fmt::format("{} tokens more than the {} so far do not fit the context of {} (--ctx); /reset starts anew", n,
-                              held, stepper_->context()));
+      print_error(
+          fmt::format("{} tokens more than the {} so far do not fit the context of {} (--ctx); /reset starts anew", n,
+                      held, stepper_->context()));
     return false;
+  }
+
+  void forget_sequence() {
+    stepper_->reset(kSequence);
+    held_.clear();
   }
 
   GenerateResult reply(const Turn& turn, ReplyWriter& writer, const InterruptCatcher& interrupts) {
     check_prompt_ids(turn.ids, model_.config.vocab, *tokenizer_);
     GenerateRequest request;
+    request.held = std::move(held_);
     request.prompt = turn.ids;
     request.max_new = options_.max_new;
     request.sampling = sampling_;
     request.stop_ids.assign(tokenizer_->stop_ids().begin(), tokenizer_->stop_ids().end());
+    request.cancelled = [&] { return interrupts.interrupted(); };
     const GenerateResult result = generate(*stepper_, kSequence, request, [&](const Sampled& sampled) {
       writer.push(sampled.id);
       return !interrupts.interrupted();
     });
+    held_ = result.held;
     writer.finish();
     print_statistics(result);
     if (result.finish == FinishReason::kContext)
       print_warning(fmt::format("the context of {} positions is full (--ctx)", stepper_->context()));
     if (result.finish == FinishReason::kFailed)
-      throw Error(ErrorCode::kBadInput, fmt::format("{}: computes no finite numbers for this text, so the reply ends here", options_.model));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("{}: computes no finite numbers for this text, so the reply ends here", options_.model));
     return result;
   }
 
   void print_statistics(const GenerateResult& result) const {
-    std::string text = fmt::format("loaded in {:.2f} s | prompt {} tokens, {} | reply {} tokens", load_seconds_, result.prompt_tokens,
-                                   rate(result.prompt_tokens, result.prefill_seconds), result.reply.size());
+    std::string text =
+        fmt::format("loaded in {:.2f} s | prompt {} tokens, {} | reply {} tokens", load_seconds_, result.prompt_tokens,
+                    rate(result.prompt_tokens, result.prefill_seconds), result.reply.size());
     if (result.decode_tokens > 0) text += fmt::format(", {}", rate(result.decode_tokens, result.decode_seconds));
     text += fmt::format(" | peak memory {}", human_bytes(peak_memory_bytes()));
     if (options_.verbose)
@@ -266,10 +280,11 @@ class Runner {
   const RunOptions& options_;
   Model model_;
   std::unique_ptr<Tokenizer> tokenizer_;
-  std::optional<ChatFormat> format_;       // absent: raw
+  std::optional<ChatFormat> format_;   // absent: raw
   SampleParams sampling_;
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<Stepper> stepper_;
+  std::vector<int32_t> held_;          // what the sequence has read
   double load_seconds_ = 0;
 };
 
@@ -282,7 +297,8 @@ int run(const RunOptions& options) {
     // The newline that ends a file or an echo is none of the prompt's.
     if (!options.has_prompt && prompt.ends_with('\n')) prompt.pop_back();
     if (prompt.empty() && !options.raw)
-      throw UsageError(options.has_prompt ? "the prompt is empty" : "the prompt is empty: give it with -p or on standard input");
+      throw UsageError(options.has_prompt ? "the prompt is empty"
+                                          : "the prompt is empty: give it with -p or on standard input");
     return Runner(options).answer(prompt);
   }
   Runner runner(options);
@@ -298,34 +314,50 @@ Command add_run_command(CLI::App& program) {
   CLI::Option* prompt = app->add_option("-p,--prompt", options->prompt,
                                         "the prompt; without it, standard input, or a conversation on a terminal");
   prompt->type_name("TEXT");
-  CLI::Option* system = app->add_option("--system", options->system_text, "what the model is told before a conversation");
+  CLI::Option* system =
+      app->add_option("--system", options->system_text, "what the model is told before a conversation");
   system->type_name("TEXT");
   app->add_flag("--raw", options->raw, "go on with the prompt as a text, without a chat format: for base models");
   app->add_flag("--think", options->think, "let the model think first (Gemma 4); thoughts go to standard error");
-  add_integer(*app, "-n,--tokens", options->max_new, 1, INT64_MAX, "end a reply after N tokens (default: when the model ends it)");
-  add_integer(*app, "--ctx", options->context, 1, int64_t{1} << 24,
-              fmt::format("positions for prompt and replies (default: {}, or what prompt and -n need)", kDefaultContext));
+  add_integer(*app, "-n,--tokens", options->max_new, 1, INT32_MAX,
+              "end a reply after N tokens (default: when the model ends it)");
+  add_integer(
+      *app, "--ctx", options->context, 1, int64_t{1} << 24,
+      fmt::format("positions for prompt and replies (default: {}, or what prompt and -n need)", kDefaultContext));
 
-  CLI::Option_group& sampling = *app->add_option_group("Sampling");
-  add_real(sampling, "--temp", options->temperature, 0, 100, "how far to stray from the likeliest; 0: never (default 0.7)");
-  add_integer(sampling, "--top-k", options->top_k, 0, INT32_MAX, "choose among the N likeliest; 0: all (default 40)");
-  add_real(sampling, "--top-p", options->top_p, 0, 1, "choose among the likeliest that make up this share (default 0.95)");
-  add_real(sampling, "--min-p", options->min_p, 0, 1, "drop tokens this much less likely than the likeliest (default 0)");
-  add_real(sampling, "--repeat-penalty", options->repetition_penalty, 0.01, 100,
-           "weaken tokens of the prompt and the reply (default 1: no)");
-  add_real(sampling, "--presence-penalty", options->presence_penalty, -100, 100, "weaken tokens of the reply, once (default 0)");
-  add_real(sampling, "--frequency-penalty", options->frequency_penalty, -100, 100,
-           "weaken tokens of the reply, each time (default 0)");
-  add_integer(sampling, "--seed", options->seed, 0, INT64_MAX, "the same seed gives the same reply (default: a random one)");
+  const std::string sampling = "Sampling";
+  add_real(*app, "--temp", options->temperature, 0, 100, "how far to stray from the likeliest; 0: never (default 0.7)")
+      ->group(sampling);
+  add_integer(*app, "--top-k", options->top_k, 0, INT32_MAX, "choose among the N likeliest; 0: all (default 40)")
+      ->group(sampling);
+  add_real(*app, "--top-p", options->top_p, 0, 1, "choose among the likeliest that make up this share (default 0.95)")
+      ->group(sampling);
+  add_real(*app, "--min-p", options->min_p, 0, 1, "drop tokens this much less likely than the likeliest (default 0)")
+      ->group(sampling);
+  add_real(*app, "--repeat-penalty", options->repetition_penalty, 0.01, 100,
+           "weaken tokens of the prompt and the reply (default 1: no)")
+      ->group(sampling);
+  add_real(*app, "--presence-penalty", options->presence_penalty, -100, 100,
+           "weaken tokens of the reply, once (default 0)")
+      ->group(sampling);
+  add_real(*app, "--frequency-penalty", options->frequency_penalty, -100, 100,
+           "weaken tokens of the reply, each time (default 0)")
+      ->group(sampling);
+  add_integer(*app, "--seed", options->seed, 0, INT64_MAX, "the same seed gives the same reply (default: a random one)")
+      ->group(sampling);
 
-  CLI::Option_group& machine = *app->add_option_group("Machine");
-  add_device_options(machine, options->device);
-  add_integer(machine, "--chunk", options->chunk_tokens, 1, 1 << 16, "tokens of the prompt that are read at once (default 256)");
+  const std::string machine = "Machine";
+  add_device_options(*app, options->device, machine);
+  add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 16,
+              "tokens of the prompt that are read at once (default 256)")
+      ->group(machine);
 
-  CLI::Option_group& details = *app->add_option_group("Details");
-  details.add_flag("--special", options->parse_special, "with --raw: text that spells a special token, like <bos>, becomes it");
-  details.add_flag("--show-special", options->show_special, "show special tokens of the reply by name");
-  details.add_flag("--verbose", options->verbose, "device, context and seed in the last line");
+  const std::string details = "Details";
+  app->add_flag("--special", options->parse_special,
+                "with --raw: text that spells a special token, like <bos>, becomes it")
+      ->group(details);
+  app->add_flag("--show-special", options->show_special, "show special tokens of the reply by name")->group(details);
+  app->add_flag("--verbose", options->verbose, "device, context and seed in the last line")->group(details);
   app->footer(
       "After a reply, a line on standard error tells the time to load, the speeds and the most memory used.\n"
       "Ctrl-C ends a reply.\n"

@@ -12,7 +12,8 @@ std::unique_ptr<Tokenizer> require_tokenizer(const Checkpoint& checkpoint) {
   std::unique_ptr<Tokenizer> tokenizer = load_tokenizer(checkpoint);
   if (tokenizer == nullptr)
     throw Error(ErrorCode::kUnsupported, fmt::format("{}: has no tokenizer, so it cannot take or give text; "
-                                                     "'beryl trace --ids' works with token ids", checkpoint.path()));
+                                                     "'beryl trace --ids' works with token ids",
+                                                     checkpoint.path()));
   for (const std::string& warning : tokenizer->warnings()) print_warning(warning);
   return tokenizer;
 }
@@ -27,8 +28,9 @@ std::vector<int32_t> encode_raw_prompt(const Tokenizer& tokenizer, std::string_v
 void check_prompt_ids(const std::vector<int32_t>& ids, int64_t vocab, const Tokenizer& tokenizer) {
   for (int32_t id : ids)
     if (id < 0 || id >= vocab)
-      throw Error(ErrorCode::kBadInput, fmt::format("the prompt holds token {} {}, but the model has embeddings for {} tokens",
-                                                    id, quote(tokenizer.token_text(id)), vocab));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("the prompt holds token {} {}, but the model has embeddings for {} tokens", id,
+                              quote(tokenizer.token_text(id)), vocab));
 }
 
 }  // namespace beryl::cli

@@ -71,8 +71,8 @@ int run_trace(const TraceOptions& options) {
   const auto n_tokens = static_cast<int64_t>(ids.size());
   if (n_tokens == 0) throw UsageError("the prompt is empty, and this model begins with no token of its own");
   if (n_tokens + options.n_greedy > model.config.context)
-    print_warning(fmt::format("{} positions, but the model was made for {}", n_tokens + options.n_greedy,
-                              model.config.context));
+    print_warning(
+        fmt::format("{} positions, but the model was made for {}", n_tokens + options.n_greedy, model.config.context));
   request.chunk_tokens = static_cast<int>(std::min(options.chunk_tokens, n_tokens));
   request.layers = options.layers;
   request.n_greedy = options.n_greedy;
@@ -102,7 +102,8 @@ Command add_trace_command(CLI::App& program) {
   auto options = std::make_shared<TraceOptions>();
   add_model(*app, options->model);
   CLI::Option* ids = app->add_option("--ids", options->ids, "the tokens, as in 2,818,5279")->type_name("IDS");
-  CLI::Option* prompt = app->add_option("-p,--prompt", options->prompt, "the tokens of this text, behind BOS if the model wants it");
+  CLI::Option* prompt =
+      app->add_option("-p,--prompt", options->prompt, "the tokens of this text, behind BOS if the model wants it");
   prompt->type_name("TEXT");
   app->add_flag("--special", options->parse_special, "text that spells a special token, like <bos>, becomes it");
   app->add_flag("--layers", options->layers, "also the residual stream: before the layers, and after each");

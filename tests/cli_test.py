@@ -1,0 +1,840 @@
+#!/usr/bin/env python3
+"""The program as a user meets it: subcommands, streams, exit statuses, terminals.
+
+    cli_test.py BERYL tiny|real [UNITTEST OPTIONS]
+
+tiny: what needs no download. The golden models, and one of them with a tokenizer of bytes, whose replies are compared
+with the greedy ids of `beryl trace` (which in turn are compared with the golden files).
+real: SmolLM2 and Gemma 3 270M; exit status 77 when neither is there.
+"""
+import json
+import os
+import pathlib
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from cli_support import (GEMMA3, GOLDEN, GOLDEN_NAMES, IM_END, SMOLLM2, SPECIAL, STOPS, UNUSED, Program, Terminal,
+                         catches_interrupts, chat_ids, make_speaking_model, read_header, read_tensors, text_of,
+                         wait_until)
+
+SKIPPED = 77
+beryl = None            # Program
+STATISTICS = re.compile(r"^loaded in [\d.]+ s \| prompt (\d+) tokens, [\d.]+ tok/s \| reply (\d+) tokens"
+                        r"(?:, [\d.]+ tok/s)? \| peak memory [\d.]+ [kMG]?B(.*)$")
+
+
+class CliTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="beryl-cli-"))
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+
+    def assert_fails(self, result, status, *parts):
+        """One line on standard error, nothing else."""
+        stderr = result.stderr.decode()
+        self.assertEqual(result.returncode, status, stderr)
+        self.assertEqual(result.stdout, b"")
+        self.assertRegex(stderr, r"\Aberyl: [^\n]+\n\Z")
+        for part in parts:
+            self.assertIn(part, stderr)
+
+    def succeed(self, *arguments, **options):
+        result = beryl(*arguments, **options)
+        self.assertEqual(result.returncode, 0, result.stderr.decode())
+        return result
+
+    def statistics(self, stderr):
+        """(prompt tokens, reply tokens, rest) of the last line."""
+        match = STATISTICS.match(stderr.decode().splitlines()[-1])
+        self.assertTrue(match, stderr)
+        return int(match[1]), int(match[2]), match[3]
+
+    def trace(self, model, *arguments):
+        path = self.folder / "trace.safetensors"
+        result = self.succeed("trace", model, "-o", path, *arguments)
+        self.assertEqual(result.stdout, b"")
+        return read_tensors(path)
+
+
+def ids_text(ids):
+    return ",".join(map(str, ids))
+
+
+class HelpTest(CliTest):
+    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench")
+
+    def test_alone_it_helps(self):
+        texts = [self.succeed(*arguments).stdout.decode() for arguments in ([], ["--help"], ["-h"], ["help"])]
+        self.assertEqual(len(set(texts)), 1)
+        for command in self.COMMANDS:
+            self.assertRegex(texts[0], rf"(?m)^  {command} ")
+        self.assertIn('beryl run model.gguf -p "', texts[0])
+
+    def test_every_command_helps_with_usage_options_and_examples(self):
+        for command in self.COMMANDS:
+            text = self.succeed(command, "--help").stdout.decode()
+            self.assertIn(f"Usage: beryl {command} ", text)
+            self.assertEqual("--device NAME" in text, command != "tokenize")
+            self.assertIn(f"\n  beryl {command} ", text)
+        self.assertIn("layers count from 0", self.succeed("trace", "--help").stdout.decode())
+
+    def test_version(self):
+        self.assertRegex(self.succeed("--version").stdout.decode(), r"\Aberyl \d+\.\d+\.\d+\n\Z")
+
+
+class WrongUseTest(CliTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.model = make_speaking_model(cls.folder / "model")
+
+    def test_wrong_command_lines_are_one_line_and_status_2(self):
+        model, out = self.model, self.folder / "out.safetensors"
+        cases = [
+            (["fly"], "'fly'", "run, inspect"),
+            (["a\nb"], "'a\\x0ab'"),
+            (["--fly"], "--fly"),
+            (["run"], "MODEL"),
+            (["run", ""], "MODEL is empty"),
+            (["run", model, "--fly"], "--fly", "beryl run --help"),
+            (["run", model, "-p"], "--prompt"),
+            (["run", model, "-p", "x", "y", "z"], "y"),
+            (["run", model], "prompt is empty"),
+            (["run", model, "-p", ""], "prompt is empty"),
+            (["run", model, "--raw"], "prompt is empty"),
+            (["run", model, "-p", "x", "--raw", "--system", "y"], "--system"),
+            (["run", model, "-p", "x", "--raw", "--think"], "--think"),
+            (["run", model, "-p", "x", "--special"], "--special"),
+            (["inspect"], "MODEL"),
+            (["inspect", model, "--plan", "--ctx", "0"], "--ctx", "'0'"),
+            (["tokenize"], "MODEL"),
+            (["tokenize", model, "a", "b"], "b"),
+            (["trace", model, "-p", "x"], "--output"),
+            (["trace", model, "-o", out], "--ids", "--prompt"),
+            (["trace", model, "-o", out, "--ids", "1", "-p", "x"], "--ids", "--prompt"),
+            (["trace", model, "-o", out, "-p", ""], "empty"),
+            (["trace", model, "-o", out, "--ids", "1", "--chunk", "0"], "--chunk", "'0'"),
+            (["trace", model, "-o", out, "--ids", "1", "--greedy", "-1"], "--greedy", "'-1'"),
+        ]
+        for text in ("", ",", "1,", ",1", "1,,2", "1 2", "one", "1,2x", "0x1", "1.5", "1e2", "[1]", "1;2", "+1"):
+            cases.append((["trace", model, "-o", out, "--ids", text], "--ids holds '"))
+        for text in ("-1", "256", "1,2,99999", "1,9223372036854775807"):
+            cases.append((["trace", model, "-o", out, "--ids", text], "--ids holds", "from 0 to 255"))
+        cases.append((["trace", model, "-o", out, "--ids", "9223372036854775808"], "--ids holds"))
+        for option, values in {"-n": ("0", "-1", "x", "1.5", "0x10", "1e3", "", " 1", "99999999999999999999"),
+                               "--ctx": ("0", "99999999999"), "--threads": ("0", "1025"), "--chunk": ("0", "-5"),
+                               "--temp": ("-0.1", "nan", "inf", "hot", "1,5", "0.5x"), "--top-k": ("-1", "1.0"),
+                               "--top-p": ("-0.1", "1.01"), "--min-p": ("2",), "--repeat-penalty": ("0", "-1"),
+                               "--presence-penalty": ("1e9",), "--frequency-penalty": ("nan",), "--seed": ("-1", "x"),
+                               "--device": ("gpu", "CPU", "")}.items():
+            for value in values:
+                cases.append((["run", model, "-p", "x", option, value], f"'{value}'", "expected"))
+        for arguments, *parts in cases:
+            with self.subTest(arguments=arguments[:1] + arguments[2:]):
+                self.assert_fails(beryl(*arguments), 2, *parts)
+        self.assertFalse(out.exists())
+
+    def test_values_that_look_like_options_or_lists_are_taken_as_they_are(self):
+        for text in ("--help", "-n 5", "[a,b]", '"quoted"', "a\nb", "{x: y}", "'", "\\n", "@file", "%s"):
+            with self.subTest(text=text):
+                result = self.succeed("trace", self.model, "-o", self.folder / "t.safetensors", "-p", text)
+                ids = read_tensors(self.folder / "t.safetensors")["ids"][1]
+                self.assertEqual(bytes(ids).decode(), text)
+
+    def test_the_last_of_two_values_counts(self):
+        result = self.succeed("run", self.model, "-p", "x", "-n", "3", "-n", "2", "--temp", "0")
+        self.assertLessEqual(self.statistics(result.stderr)[1], 2)
+
+
+class FailureTest(CliTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.model = make_speaking_model(cls.folder / "model")
+        cls.endless = make_speaking_model(cls.folder / "endless", suppressed=STOPS)
+        # A head of NaN: every logit is.
+        cls.sick = make_speaking_model(cls.folder / "sick")
+        data = bytearray((cls.sick / "model.safetensors").read_bytes())
+        _, _, begin, end = read_header(cls.sick / "model.safetensors")["lm_head.weight"]
+        data[begin:end] = struct.pack("<H", 0x7fc0) * ((end - begin) // 2)
+        (cls.sick / "model.safetensors").write_bytes(data)
+
+    def test_files_that_are_no_models(self):
+        text = self.folder / "text.gguf"
+        text.write_text("This is no model.")
+        empty = self.folder / "empty"
+        empty.mkdir()
+        commands = {"run": ["-p", "x"], "inspect": [], "tokenize": ["x"],
+                    "trace": ["--ids", "1", "-o", self.folder / "out.safetensors"]}
+        for command, rest in commands.items():
+            for path, *parts in ((self.folder / "absent.gguf", "absent.gguf"), (text, "GGUF"), (empty, "config.json")):
+                with self.subTest(command=command, path=path.name):
+                    self.assert_fails(beryl(command, path, *rest), 1, *parts)
+
+    def test_a_model_without_a_tokenizer_takes_ids_only(self):
+        self.assert_fails(beryl("run", GOLDEN / "llama", "-p", "x"), 1, "tokenizer", "--ids")
+        self.assert_fails(beryl("tokenize", GOLDEN / "llama", "x"), 1, "tokenizer")
+        self.assert_fails(beryl("trace", GOLDEN / "llama", "-p", "x", "-o", self.folder / "o"), 1, "tokenizer")
+
+    def test_a_prompt_longer_than_the_context_names_both_numbers(self):
+        result = beryl("run", self.model, "--raw", "--ctx", "16", "-p", "x" * 17)
+        self.assert_fails(result, 1, " 17 ", " 16")
+
+    def test_a_prompt_that_fills_the_context_gets_one_token(self):
+        result = self.succeed("run", self.model, "--raw", "--ctx", "16", "-p", "x" * 16, "--temp", "0")
+        self.assertLessEqual(self.statistics(b"\n".join(result.stderr.splitlines()[:1]))[1], 1)
+        self.assertRegex(result.stderr.decode(), r"\nberyl: warning: [^\n]*16[^\n]*full[^\n]*\n\Z")
+
+    def test_numbers_that_are_not_finite_end_the_reply(self):
+        result = beryl("run", self.sick, "-p", "x")
+        self.assertEqual(result.returncode, 1)
+        self.assertEqual(result.stdout, b"")
+        self.assertRegex(result.stderr.decode().splitlines()[-1], r"^beryl: .*finite")
+
+    def test_trace_refuses_places_it_cannot_write_before_it_computes(self):
+        folder = self.folder / "folder"
+        folder.mkdir()
+        absent, below_file = self.folder / "no" / "such" / "folder.safetensors", self.model / "config.json" / "x"
+        for path in ("/dev/null", folder, absent, below_file):
+            with self.subTest(path=path):
+                result = beryl("trace", self.model, "--ids", "1", "-o", path)
+                self.assert_fails(result, 1, str(path), "cannot be written")
+        self.assertTrue(pathlib.Path("/dev/null").is_char_device())
+        self.assertEqual(list(self.folder.glob("*partial*")), [])
+
+    def test_a_full_disk_and_a_closed_output_are_errors(self):
+        for arguments in (["run", self.model, "-p", "x"], ["inspect", self.model], ["tokenize", self.model, "x"],
+                          ["--help"], ["run", "--help"], ["--version"]):
+            with self.subTest(arguments=arguments[0]):
+                with open("/dev/full", "wb") as full:
+                    process = beryl.start(*arguments, stdout=full)
+                    stderr = process.communicate(timeout=60)[1].decode()
+                self.assertEqual(process.returncode, 1, stderr)
+                self.assertRegex(stderr.splitlines()[-1], r"^beryl: standard output cannot be written: No space left")
+                closed = subprocess.run(["/bin/sh", "-c", 'exec "$0" "$@" >&-', beryl.path, *map(str, arguments)],
+                                        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60)
+                self.assertEqual(closed.returncode, 1)
+                self.assertIn(b"standard output cannot be written", closed.stderr)
+
+    def test_a_closed_output_does_not_turn_a_trace_into_something_else(self):
+        out = self.folder / "closed.safetensors"
+        arguments = ["trace", str(self.model), "--ids", "1,2", "-o", str(out)]
+        subprocess.run(["/bin/sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', beryl.path, *arguments], timeout=60, check=True)
+        self.assertEqual(list(read_tensors(out)["ids"][1]), [1, 2])
+
+    def test_a_reader_that_leaves_ends_the_program_quietly(self):
+        for ignored, status in ((False, -signal.SIGPIPE), (True, 1)):
+            with self.subTest(ignored=ignored):
+                process = beryl.start("run", self.endless, "--raw", "-p", "x", "-n", "100000", "--ctx", "100100",
+                                      restore_signals=not ignored)
+                self.assertTrue(process.stdout.read(1))
+                process.stdout.close()
+                stderr = process.stderr.read().decode()
+                self.assertEqual(process.wait(60), status)
+                self.assertLessEqual(stderr.count("\n"), 1)
+                process.stderr.close()
+
+
+class TraceTest(CliTest):
+    def test_golden_models_on_both_backends(self):
+        # The answers are fp32; the bound is what two orders of summation in fp32 may differ by.
+        for name in GOLDEN_NAMES:
+            golden = read_tensors(GOLDEN / name / "golden.safetensors")
+            ids = golden["long.ids"][1]
+            config = json.loads((GOLDEN / name / "config.json").read_text())
+            n_layers, width = config["num_hidden_layers"], config["hidden_size"]
+            probes = golden["long.probe_positions"][1]
+            for device, chunk in (("reference", 64), ("cpu", 7)):
+                with self.subTest(model=name, device=device):
+                    found = self.trace(GOLDEN / name, "--ids", ids_text(ids), "--layers", "--device", device,
+                                       "--chunk", chunk)
+                    self.assertEqual(sorted(found), sorted(["ids", "logits", "embedded"] +
+                                                           [f"hidden.{i}" for i in range(n_layers)]))
+                    self.assertEqual(found["ids"], ([len(ids)], ids))
+                    self.assertEqual(found["logits"][0], golden["long.logits"][0])
+                    self.assert_near(found["logits"][1], golden["long.logits"][1], 2e-4)
+                    # Entry 0 of the golden states is what enters layer 0; the last has passed the final norm.
+                    states = ["embedded"] + [f"hidden.{i}" for i in range(n_layers - 1)]
+                    for entry, state in enumerate(states):
+                        self.assertEqual(found[state][0], [len(ids), width])
+                        for probe, position in enumerate(probes):
+                            begin = (entry * len(probes) + probe) * width
+                            self.assert_near(found[state][1][position * width:(position + 1) * width],
+                                             golden["long.hidden"][1][begin:begin + width], 2e-4)
+
+    def test_greedy_ids_for_any_chunk(self):
+        for name in GOLDEN_NAMES:
+            golden = read_tensors(GOLDEN / name / "golden.safetensors")
+            ids, n_prompt = list(golden["greedy.ids"][1]), golden["greedy.prompt_len"][1][0]
+            for chunk in (1, 5, 13, 1000):
+                with self.subTest(model=name, chunk=chunk):
+                    found = self.trace(GOLDEN / name, "--ids", ids_text(ids[:n_prompt]), "--chunk", chunk,
+                                       "--greedy", len(ids) - n_prompt)
+                    self.assertEqual(sorted(found), ["greedy", "ids", "logits"])
+                    self.assertEqual(list(found["greedy"][1]), ids[n_prompt:])
+
+    def test_a_prompt_is_its_tokens(self):
+        model = make_speaking_model(self.folder / "model")
+        text = f"a{SPECIAL[IM_END]}b"
+        self.assertEqual(list(self.trace(model, "-p", text)["ids"][1]), list(text.encode()))
+        self.assertEqual(list(self.trace(model, "--special", "-p", text)["ids"][1]), [ord("a"), IM_END, ord("b")])
+
+    def test_an_old_file_is_replaced(self):
+        path = self.folder / "trace.safetensors"
+        path.write_text("old")
+        self.assertEqual(list(self.trace(GOLDEN / "llama", "--ids", "5")["ids"][1]), [5])
+
+    def assert_near(self, found, expected, bound):
+        self.assertEqual(len(found), len(expected))
+        worst = max(abs(a - b) for a, b in zip(found, expected))   # a NaN fails too: it is not <= bound
+        self.assertLessEqual(worst, bound)
+        self.assertTrue(all(a == a for a in found))
+
+
+class InspectTest(CliTest):
+    def copy_with_tensor(self, name):
+        """A golden model with one more tensor of this name."""
+        folder = self.folder / name
+        folder.mkdir()
+        shutil.copy(GOLDEN / "llama" / "config.json", folder)
+        data = (GOLDEN / "llama" / "model.safetensors").read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:8 + size])
+        end = len(data) - 8 - size
+        header[name] = {"dtype": "F32", "shape": [2], "data_offsets": [end, end + 8]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:] + bytes(8))
+        return folder
+
+    def test_what_a_model_is(self):
+        expected = {
+            "gemma3": ["Gemma 3", "window 8", "global", "rope base 1e+06, positions / 8", "0-4: ", "5: "],
+            "gemma4_dense": ["Gemma 4", "V from K", "soft cap 30", "0-1, 3-4: window 8", "2, 5: global"],
+            "gemma4_dense_hd512": ["Gemma 4", "256 wide", "512 wide"],
+            "gemma4_e2b": ["Gemma 4", "per-layer embeddings", "reads the cache of layer 2"],
+            "gemma4_moe": ["Gemma 4", "2 of 8 experts of 32"],
+            "llama": ["Llama", "Llama 3 scaling: factor 8"],
+        }
+        self.assertEqual(sorted(expected), GOLDEN_NAMES)
+        for name, parts in expected.items():
+            with self.subTest(model=name):
+                text = self.succeed("inspect", GOLDEN / name).stdout.decode()
+                config = json.loads((GOLDEN / name / "config.json").read_text())
+                counts = []
+                for _, shape, _, _ in read_header(GOLDEN / name / "model.safetensors").values():
+                    count = 1
+                    for dim in shape:
+                        count *= dim
+                    counts.append(count)
+                self.assertIn(f"{len(counts)} tensors", text)
+                self.assertRegex(text, rf"(?m)^layers +{config['num_hidden_layers']}\b")
+                self.assertRegex(text, rf"(?m)^vocabulary +{config['vocab_size']} tokens")
+                # Gemma 4 has a scalar a layer, which becomes a number in the step.
+                scalars = sum(count == 1 for count in counts)
+                self.assertRegex(text, rf"(?m)^parameters .*\({sum(counts) - scalars}\)")
+                self.assertRegex(text, r"(?m)^tokenizer +none")
+                self.assertIn("unread keys", text)
+                self.assertIn("initializer_range", text)
+                self.assertNotIn("num_hidden_layers", text)
+                for part in parts:
+                    self.assertIn(part, text)
+
+    def test_tensors(self):
+        text = self.succeed("inspect", GOLDEN / "llama", "--tensors").stdout.decode()
+        for name, (_, shape, begin, end) in read_header(GOLDEN / "llama" / "model.safetensors").items():
+            self.assertRegex(text, rf"(?m)^{re.escape(name)} +bf16 +{end - begin} +{re.escape(str(shape))}$")
+
+    def test_step_and_plan(self):
+        text = self.succeed("inspect", GOLDEN / "gemma3", "--step").stdout.decode()
+        self.assertEqual(re.findall(r"(?m)^layer (\d+)$", text), [str(i) for i in range(6)])
+        self.assertIn("Attention", text)
+        totals = []
+        for context in (64, 512):
+            text = self.succeed("inspect", GOLDEN / "gemma3", "--plan", "--ctx", context,
+                                "--device", "cpu").stdout.decode()
+            self.assertIn(f"memory on cpu for a context of {context}\n", text)
+            number, unit = re.search(r"(?m)^ +total without the mapped file +([\d.]+) (\w+)", text).groups()
+            totals.append(float(number) * {"kB": 1e3, "MB": 1e6}[unit])
+        self.assertLess(totals[0], totals[1])
+
+    def test_what_is_ignored_and_what_is_refused(self):
+        text = self.succeed("inspect", self.copy_with_tensor("vision_tower.x")).stdout.decode()
+        self.assertRegex(text, r"(?m)^ignored +1 tensors, 8 B\n  vision_tower\.x$")
+        refused = beryl("inspect", self.copy_with_tensor("model.layers.0.mystery"))
+        self.assertEqual(refused.returncode, 1)
+        self.assertRegex(refused.stderr.decode(), r"\Aberyl: [^\n]*'model\.layers\.0\.mystery'[^\n]*\n\Z")
+        self.assertIn(b"vocabulary", refused.stdout)       # what could be told is told
+
+    def test_the_tokenizer_and_the_chat_format(self):
+        text = self.succeed("inspect", make_speaking_model(self.folder / "speaking")).stdout.decode()
+        self.assertRegex(text, r"(?m)^tokenizer .*256 tokens")
+        self.assertRegex(text, rf"(?m)^ +a reply ends with .*<\|im_end\|> \({IM_END}\)")
+        self.assertRegex(text, r"(?m)^chat format +ChatML; the file has no template")
+
+
+class TokenizeTest(CliTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.model = make_speaking_model(cls.folder / "model")
+
+    def ids(self, *arguments, **options):
+        text = self.succeed("tokenize", self.model, "--ids", *arguments, **options).stdout.decode()
+        self.assertTrue(text.endswith("\n") and text.count("\n") == 1)
+        return [int(part) for part in text.split(",")] if text.strip() else []
+
+    def test_ids_of_an_argument_and_of_standard_input(self):
+        self.assertEqual(self.ids("Hello"), list(b"Hello"))
+        self.assertEqual(self.ids("--", "-1 is"), list(b"-1 is"))
+        for data in (b"Hello\n", b"", b"\n\n", "naïve 😀".encode(), b"a\0b"):
+            self.assertEqual(self.ids(stdin=data), list(data))
+
+    def test_special_tokens_only_where_asked_for(self):
+        text = f"a{SPECIAL[IM_END]}"
+        self.assertEqual(self.ids(text), list(text.encode()))
+        self.assertEqual(self.ids("--special", text), [ord("a"), IM_END])
+
+    def test_a_line_a_token(self):
+        output = self.succeed("tokenize", self.model, "--special", f"a\n{SPECIAL[IM_END]}").stdout.decode()
+        self.assertEqual([line.split(None, 1) for line in output.splitlines()],
+                         [["97", "'a'"], ["10", "'\\x0a'"], [str(IM_END), SPECIAL[IM_END]]])
+
+    def test_ids_go_into_trace(self):
+        ids = self.succeed("tokenize", self.model, "--ids", "Round trip").stdout.decode().strip()
+        self.assertEqual(bytes(self.trace(self.model, "--ids", ids)["ids"][1]), b"Round trip")
+
+
+class SpeakingCase(CliTest):
+    """For replies of the model of bytes."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.model = make_speaking_model(cls.folder / "model")
+        cls.endless = make_speaking_model(cls.folder / "endless", suppressed=STOPS)   # never ends a reply itself
+
+    def greedy(self, ids, n, model=None):
+        """The reply to ids as ids, and whether a stop token ended it."""
+        found = list(self.trace(model or self.model, "--ids", ids_text(ids), "--greedy", n)["greedy"][1])
+        for i, token in enumerate(found):
+            if token in STOPS:
+                return found[:i], True
+        return found, False
+
+    def run_text(self, *arguments, **options):
+        return self.succeed("run", self.model, "--temp", "0", *arguments, **options).stdout.decode("utf-8")
+
+    @staticmethod
+    def line(text):
+        """How a reply is shown: it ends its line."""
+        return text if not text or text.endswith("\n") else text + "\n"
+
+
+class RunTest(SpeakingCase):
+    def test_raw_goes_on_with_the_text(self):
+        for prompt in ("Once upon a time", "😀", "x"):
+            reply, _ = self.greedy(prompt.encode(), 40)
+            self.assertEqual(self.run_text("--raw", "-p", prompt, "-n", 40), self.line(text_of(reply)))
+
+    def test_a_chat_is_written_in_the_models_format(self):
+        for system in (None, "Be brief."):
+            messages = ([("system", system.encode())] if system else []) + [("user", b"Hi <|im_end|>")]
+            reply, _ = self.greedy(chat_ids(messages), 40)
+            options = ["--system", system] if system else []
+            result = self.succeed("run", self.model, "--temp", "0", "-p", "Hi <|im_end|>", "-n", 40, *options)
+            self.assertEqual(result.stdout.decode(), self.line(text_of(reply)))
+            n_prompt, n_reply, _ = self.statistics(result.stderr)
+            self.assertEqual((n_prompt, n_reply), (len(chat_ids(messages)), len(reply)))
+            # The folder has no template, which one line says.
+            self.assertEqual(result.stderr.decode().count("\n"), 2)
+            self.assertIn("beryl: warning: ", result.stderr.decode().splitlines()[0])
+
+    def test_special_text_in_a_raw_prompt(self):
+        text = f"a{SPECIAL[IM_END]}b"
+        for options, ids in (([], list(text.encode())), (["--special"], [ord("a"), IM_END, ord("b")])):
+            reply, _ = self.greedy(ids, 20)
+            self.assertEqual(self.run_text("--raw", "-p", text, "-n", 20, *options), self.line(text_of(reply)))
+
+    def test_standard_input_is_a_prompt(self):
+        expected = self.run_text("--raw", "-p", "two\nlines", "-n", 20)
+        self.assertEqual(self.run_text("--raw", "-n", 20, stdin=b"two\nlines"), expected)
+        self.assertEqual(self.run_text("--raw", "-n", 20, stdin=b"two\nlines\n"), expected)   # one newline is no text
+        self.assertNotEqual(self.greedy(b"two\nlines\n", 20), self.greedy(b"two\nlines", 20))
+
+    def test_output_is_valid_utf8_wherever_a_reply_is_cut(self):
+        ids, _ = self.greedy("😀 naïve".encode(), 200)
+        self.assertIn("\ufffd", text_of(ids))          # random bytes: most are no text
+        for n in (*range(1, 11), 50, len(ids)):
+            self.assertEqual(self.run_text("--raw", "-p", "😀 naïve", "-n", n), self.line(text_of(ids[:n])))
+
+    def test_special_tokens_of_a_reply_are_shown_on_demand(self):
+        prompt = next(text for text in map(str, range(1000))
+                      if UNUSED in self.greedy(text.encode(), 60)[0])
+        reply, _ = self.greedy(prompt.encode(), 60)
+        shown = self.run_text("--raw", "-p", prompt, "-n", 60, "--show-special")
+        self.assertEqual(shown.count(SPECIAL[UNUSED]), reply.count(UNUSED))
+        self.assertNotIn(SPECIAL[UNUSED], self.run_text("--raw", "-p", prompt, "-n", 60))
+
+    def test_tokens_never_to_be_sampled_are_not(self):
+        first = self.greedy(b"x", 8)[0]
+        banned = sorted({first[0], first[3]})
+        model = make_speaking_model(self.folder / "suppressed", suppressed=banned)
+        path = self.folder / "trace.safetensors"
+        ids = list(b"x")
+        for _ in range(12):                            # greedy over what is allowed, step by step
+            beryl("trace", model, "--ids", ids_text(ids), "-o", path)
+            logits = read_tensors(path)["logits"][1][-256:]
+            ids.append(max((i for i in range(256) if i not in banned), key=lambda i: logits[i]))
+        reply = ids[1:]
+        reply = reply[:next((i for i, token in enumerate(reply) if token in STOPS), len(reply))]
+        result = self.succeed("run", model, "--raw", "-p", "x", "-n", 12, "--temp", "0")
+        self.assertEqual(result.stdout.decode(), self.line(text_of(reply)))
+        self.assertIn(f"{len(banned)} of them are never sampled", self.succeed("inspect", model).stdout.decode())
+
+    def test_a_seed_repeats_a_reply_and_seeds_differ(self):
+        def reply(*options):
+            return self.succeed("run", self.model, "--raw", "-p", "x", "-n", "30", "--temp", "1.5", "--verbose",
+                                *options)
+        one, again, other = reply("--seed", 1), reply("--seed", 1), reply("--seed", 2)
+        self.assertEqual(one.stdout, again.stdout)
+        self.assertNotEqual(one.stdout, other.stdout)
+        self.assertIn("seed 1", self.statistics(one.stderr)[2])
+        random = reply()
+        seed = re.search(r"seed (\d+)", self.statistics(random.stderr)[2])[1]
+        self.assertEqual(reply("--seed", seed).stdout, random.stdout)
+
+    def test_sampling_options_do_something(self):
+        base = ["run", self.model, "--raw", "-p", "x", "-n", "60", "--seed", "3", "--temp", "3", "--top-k", "0",
+                "--top-p", "1"]
+        plain = self.succeed(*base).stdout
+        greedy = self.line(text_of(self.greedy(b"x", 60)[0])).encode()
+        self.assertNotEqual(plain, greedy)
+        for option in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
+            self.assertEqual(self.succeed(*base, *option).stdout, greedy, option)
+        reply = self.greedy(b"x", 60)[0]
+        self.assertLess(len(set(reply)), len(reply))   # a greedy reply repeats itself: penalties change it
+        for option in (["--repeat-penalty", "5"], ["--presence-penalty", "20"], ["--frequency-penalty", "20"]):
+            self.assertNotEqual(self.succeed(*base, "--top-k", "1", *option).stdout, greedy, option)
+
+    def test_chunks_threads_and_devices_change_nothing(self):
+        prompt = "All the same, whatever the size of the steps. " * 3
+        texts = {self.run_text("--raw", "-p", prompt, "-n", 30, *options)
+                 for options in ([], ["--chunk", 1], ["--chunk", 7], ["--threads", 1], ["--device", "cpu"],
+                                 ["--device", "reference"], ["--ctx", 200])}
+        self.assertEqual(len(texts), 1)
+
+    def test_a_context_beyond_the_models_own_is_one_warning(self):
+        model = make_speaking_model(self.folder / "short", context=64)
+        result = self.succeed("run", model, "--raw", "-p", "x", "-n", "5", "--ctx", "100")
+        warnings = [line for line in result.stderr.decode().splitlines() if "warning" in line]
+        self.assertEqual(len(warnings), 1)
+        self.assertRegex(warnings[0], r"100\b.*\b64\b")
+        self.assert_fails(beryl("run", model, "--raw", "-p", "x" * 65), 1, " 65 ", " 64")
+
+    def test_thinking_is_offered_only_by_models_that_think(self):
+        result = self.succeed("run", self.model, "-p", "x", "-n", "5", "--think")
+        self.assertRegex(result.stderr.decode(), r"(?m)^beryl: warning: --think changes nothing: .*ChatML")
+
+    def test_text_comes_as_it_is_made(self):
+        process = beryl.start("run", self.endless, "--raw", "-p", "x", "-n", "20000", "--ctx", "20100")
+        n_reads = 0
+        while process.stdout.read(4096):
+            n_reads += 1
+            if n_reads == 20:
+                self.assertIsNone(process.poll())      # it is still at it
+                process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+        self.assertGreaterEqual(n_reads, 20)
+
+    def test_ctrl_c_ends_a_reply_cleanly(self):
+        arguments = ["--raw", "-p", "x", "--ctx", "100000", "--seed", "5", "-n", "90000"]
+        process = beryl.start("run", self.endless, *arguments)
+        data = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, stderr = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 130, stderr)
+        text = (data + rest).decode("utf-8")
+        self.assertTrue(text.endswith("\n"))
+        n_reply = self.statistics(stderr)[1]
+        self.assertGreater(n_reply, 0)
+        self.assertLess(n_reply, 90000)
+        # What came is the beginning of the whole reply.
+        arguments[-1] = str(n_reply)
+        self.assertEqual(self.succeed("run", self.endless, *arguments).stdout.decode(), text)
+
+    def test_ctrl_c_while_the_prompt_is_read(self):
+        process = beryl.start("run", self.model, "--raw", "--chunk", "1", stdin=subprocess.PIPE)
+        process.stdin.write(b"A long prompt. " * 8000)
+        process.stdin.close()
+        process.stdin = None
+        wait_until(lambda: catches_interrupts(process.pid))
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 130, stderr)
+        self.assertEqual(stdout, b"")
+        n_prompt, n_reply, _ = self.statistics(stderr)
+        self.assertLess(n_prompt, 120000)
+        self.assertEqual(n_reply, 0)
+
+
+class ConversationTest(SpeakingCase):
+    """On a terminal."""
+
+    def talk(self, *arguments, environment=None, model=None):
+        return Terminal(beryl, "run", model or self.model, "--temp", "0", *arguments,
+                        environment={"NO_COLOR": "1"} | (environment or {}))
+
+    def answer(self, terminal, text):
+        """(text of the reply, numbers of its statistics)."""
+        terminal.write(text.encode() + b"\n")
+        shown = terminal.read_until(b"> ").decode("utf-8")
+        reply, statistics, _ = re.match(r"(?s)(.*?)(loaded in [^\n]*\n)(> )\Z", shown).groups()
+        return reply, self.statistics(statistics.encode())[:2]
+
+    @staticmethod
+    def shown(ids):
+        """As a terminal may get it: without control characters."""
+        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text_of(ids))
+        return SpeakingCase.line(text)
+
+    def test_turns_build_on_each_other_and_only_new_tokens_are_read(self):
+        messages, held = [], []
+        with self.talk("-n", "12") as terminal:
+            self.assertIn(b"/exit", terminal.read_until(b"> "))
+            for i, text in enumerate(("Hello", "And then?", "Why <|im_end|>?", "So.")):
+                # What the model has read: all turns in ChatML, with each reply as its very tokens.
+                messages.append(("user", text.encode()))
+                ids = chat_ids(messages)
+                reply, stopped = self.greedy(ids, 12)
+                found, (n_prompt, n_reply) = self.answer(terminal, text)
+                self.assertEqual(found, self.shown(reply))
+                self.assertEqual(n_reply, len(reply))
+                self.assertEqual(n_prompt, len(ids) - len(held))
+                messages.append(("assistant", bytes(reply)))
+                # The last token of a reply that was cut has not been read yet.
+                held = ids + (reply if stopped else reply[:-1])
+            terminal.write(b"/exit\n")
+            self.assertEqual(terminal.wait(), 0)
+
+    def test_reset_forgets(self):
+        with self.talk("-n", "10") as terminal:
+            terminal.read_until(b"> ")
+            first = self.answer(terminal, "Hello")
+            self.answer(terminal, "More")
+            terminal.write(b"/reset\n")
+            terminal.read_until(b"> ")
+            self.assertEqual(self.answer(terminal, "Hello"), first)
+            terminal.write(b"\x04")
+            self.assertEqual(terminal.wait(), 0)
+
+    def test_ctrl_c_ends_a_reply_and_the_conversation_goes_on(self):
+        with self.talk("-n", "90000", "--ctx", "100000", "--seed", "1", model=self.endless) as terminal:
+            terminal.read_until(b"> ")
+            for text in ("Hello", "Stop it"):
+                terminal.write(text.encode() + b"\n")
+                wait_until(lambda: select.select([terminal.fd], [], [], 0)[0])
+                terminal.interrupt()
+                n_prompt, n_reply, _ = self.statistics(terminal.read_until(b"\n> ")[:-3])
+                self.assertLess(n_reply, 90000)
+            # The second turn was the end of the first reply, its last token and the end of the turn, and itself.
+            self.assertEqual(n_prompt, 1 + len([IM_END, ord("\n")]) + len(chat_ids([("user", b"Stop it")])))
+            # At the prompt, twice ends.
+            terminal.interrupt()
+            self.assertIn(b"Ctrl-C once more", terminal.read_until(b"> "))
+            terminal.interrupt()
+            self.assertEqual(terminal.wait(), 130)
+
+    def test_ctrl_c_at_the_prompt_ends_only_when_nothing_is_said_in_between(self):
+        with self.talk("-n", "5") as terminal:
+            terminal.read_until(b"> ")
+            for text in ("Hello", "x"):
+                terminal.interrupt()
+                terminal.read_until(b"> ")
+                self.answer(terminal, text)
+            terminal.write(b"/exit\n")
+            self.assertEqual(terminal.wait(), 0)
+
+    def test_the_key_forgets_the_line(self):
+        with self.talk("-n", "5") as terminal:
+            terminal.read_until(b"> ")
+            terminal.write(b"half a li\x03")
+            try:
+                terminal.read_until(b"> ", seconds=3)
+            except TimeoutError:                       # dropped by the terminal: see Terminal.interrupt
+                terminal.write(b"\n")
+                terminal.read_until(b"> ")
+            self.assertEqual(self.answer(terminal, "Hello")[1][0], len(chat_ids([("user", b"Hello")])))
+            terminal.write(b"\x04")
+            self.assertEqual(terminal.wait(), 0)
+
+    def test_what_does_not_fit_is_said_and_the_conversation_goes_on(self):
+        with self.talk("-n", "4", "--ctx", "64") as terminal:
+            terminal.read_until(b"> ")
+            first = self.answer(terminal, "Hello")
+            terminal.write(b"x" * 100 + b"\n")
+            self.assertRegex(terminal.read_until(b"> "), rb"\Aberyl: [^\n]*context of 64[^\n]*/reset[^\n]*\n> \Z")
+            terminal.write(b"/reset\n")
+            terminal.read_until(b"> ")
+            self.assertEqual(self.answer(terminal, "Hello"), first)
+
+    def test_raw_lines_are_texts_of_their_own(self):
+        with self.talk("-n", "10", "--raw") as terminal:
+            terminal.read_until(b"> ")
+            for text in ("Once", "Twice", "Once"):
+                self.assertEqual(self.answer(terminal, text)[0], self.shown(self.greedy(text.encode(), 10)[0]))
+
+    def test_no_control_character_of_a_reply_reaches_the_terminal(self):
+        prompt, ids = next((text, ids) for text, ids in ((text, self.greedy(text.encode(), 200)[0])
+                                                         for text in map(str, range(1000)))
+                           if any(token < 0x20 and token not in (9, 10) for token in ids))
+        with self.talk("-n", "200", "--raw") as terminal:
+            terminal.read_until(b"> ")
+            self.assertEqual(self.answer(terminal, prompt)[0], self.shown(ids))
+        piped = self.run_text("--raw", "-p", prompt, "-n", 200)
+        self.assertEqual(piped, self.line(text_of(ids)))       # elsewhere the text is as it is
+
+    def test_the_last_line_is_dim_unless_colour_is_unwelcome(self):
+        for environment, dim in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False),
+                                 ({"NO_COLOR": "", "TERM": "dumb"}, False)):
+            with self.talk("-p", "x", "-n", "3", environment=environment) as terminal:
+                self.assertEqual(terminal.wait(), 0)
+                self.assertEqual(b"\x1b[2mloaded in " in terminal.seen, dim)
+                self.assertEqual(b"\x1b" in terminal.seen.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b""), False)
+
+    def test_a_terminal_that_goes_away_ends_the_program(self):
+        terminal = self.talk()
+        terminal.read_until(b"> ")
+        os.close(terminal.fd)
+        wait_until(lambda: os.waitpid(terminal.pid, os.WNOHANG)[0] != 0)
+
+
+@unittest.skipUnless(SMOLLM2.exists(), f"{SMOLLM2} is not there")
+class SmolLM2Test(CliTest):
+    QUESTION = "Why is the sky blue?"
+
+    def answer(self, *options, **more):
+        return self.succeed("run", SMOLLM2, "--temp", "0", "-n", "24", *options, **more)
+
+    def test_the_same_answer_each_time_and_from_standard_input(self):
+        first = self.answer("-p", self.QUESTION)
+        self.assertGreater(len(first.stdout.decode().split()), 8)
+        self.assertEqual(first.stderr.decode().count("\n"), 1)           # no warning: the file has a template
+        self.assertEqual(self.answer("-p", self.QUESTION).stdout, first.stdout)
+        self.assertEqual(self.answer(stdin=self.QUESTION.encode() + b"\n").stdout, first.stdout)
+
+    def test_the_answer_streams(self):
+        process = beryl.start("run", SMOLLM2, "--temp", "0", "-n", "24", "-p", self.QUESTION)
+        times = []
+        while process.stdout.read(4096):
+            times.append(time.monotonic())
+        self.assertEqual(process.wait(60), 0)
+        process.stdout.close()
+        process.stderr.close()
+        self.assertGreater(len(times), 10)
+        # The first word came long before the last: in less than half of the time between them a buffer would fill.
+        self.assertGreater(times[-1] - times[0], 0.1)
+
+    def test_ctrl_c(self):
+        process = beryl.start("run", SMOLLM2, "--temp", "0", "-p", self.QUESTION)
+        data = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, stderr = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 130)
+        self.assertTrue((data + rest).decode("utf-8").endswith("\n"))
+        self.statistics(stderr)
+
+    def test_valid_utf8_wherever_emoji_are_cut(self):
+        prompt = "😀\n" * 5
+        texts = []
+        for n in range(1, 11):
+            text = self.succeed("run", SMOLLM2, "--raw", "--temp", "0", "-n", n, "-p", prompt).stdout.decode("utf-8")
+            texts.append(text.removesuffix("\n"))
+        self.assertIn("😀", texts[-1])
+        self.assertTrue(any(text.endswith("\ufffd") for text in texts))   # cut inside a character at least once
+        for shorter, longer in zip(texts, texts[1:]):
+            self.assertTrue(longer.startswith(shorter.rstrip("\ufffd")))
+
+    def test_a_conversation(self):
+        with Terminal(beryl, "run", SMOLLM2, "--temp", "0", "-n", "16", environment={"NO_COLOR": "1"}) as terminal:
+            terminal.read_until(b"> ")
+            prompts = []
+            for text in (b"My name is Ada.", b"What did I say?"):
+                terminal.write(text + b"\n")
+                shown = terminal.read_until(b"\n> ").decode("utf-8")
+                prompts.append(int(re.search(r"prompt (\d+) tokens", shown)[1]))
+            self.assertLess(prompts[1], prompts[0])                       # the system text is not read again
+            terminal.write(b"\x04")
+            self.assertEqual(terminal.wait(), 0)
+
+
+class RealModelTest(CliTest):
+    FILES = {"smollm2-135m-instruct-q4_1": SMOLLM2, "gemma3-270m-q4_k_m": GEMMA3}
+
+    def test_tokens_of_all_recorded_texts(self):
+        cases = json.loads((GOLDEN / "tokenizer_cases.json").read_text())["cases"]
+        for name, path in (("smollm2", SMOLLM2), ("gemma3", GEMMA3)):
+            if not path.exists():
+                self.skipTest(f"{path} is not there")
+            for case in cases:
+                data = bytes.fromhex(case["hex"]) if "hex" in case else case["text"].encode()
+                if len(data) > 2000 or name not in case:                  # speed is tested elsewhere
+                    continue
+                for options, ids in ((["--special"], case[name]), ([], case.get(f"{name}_plain", case[name]))):
+                    with self.subTest(tokenizer=name, case=case["name"], options=options):
+                        output = self.succeed("tokenize", path, "--ids", *options, stdin=data).stdout.decode()
+                        self.assertEqual(output, ids_text(ids) + "\n")
+
+    def test_traces_equal_the_recorded_logits(self):
+        # The recorded values are double precision; the fast backend computes in f32.
+        for name, model in json.loads((GOLDEN / "real_models.json").read_text())["models"].items():
+            if not self.FILES[name].exists():
+                self.skipTest(f"{self.FILES[name]} is not there")
+            with self.subTest(model=name):
+                n = model["agree_first"]
+                found = self.trace(self.FILES[name], "--ids", ids_text(model["prompt"]), "--greedy", n)
+                self.assertEqual(list(found["greedy"][1]), model["greedy_llamacpp"][:n])
+                (n_tokens, vocab), logits = found["logits"]
+                self.assertEqual(n_tokens, len(model["prompt"]))
+                for token, value in model["top_fp64"]:
+                    self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=1e-2)
+
+    @unittest.skipUnless(GEMMA3.exists(), f"{GEMMA3} is not there")
+    def test_a_base_model_goes_on_with_a_text_and_chats_with_a_warning(self):
+        model = json.loads((GOLDEN / "real_models.json").read_text())["models"]["gemma3-270m-q4_k_m"]
+        raw = self.succeed("run", GEMMA3, "--raw", "-p", "The capital of France is", "-n", "12", "--temp", "0")
+        self.assertEqual(self.statistics(raw.stderr)[:2], (len(model["prompt"]), 12))
+        self.assertEqual(raw.stderr.count(b"\n"), 1)
+        again = self.succeed("tokenize", GEMMA3, "--ids", raw.stdout.decode().removesuffix("\n")).stdout.decode()
+        self.assertEqual([int(token) for token in again.split(",")], model["greedy_llamacpp"][:12])
+        chat = self.succeed("run", GEMMA3, "-p", "Hello", "-n", "3")
+        self.assertEqual(chat.stderr.count(b"\n"), 2)
+        self.assertRegex(chat.stderr.decode(), r"\Aberyl: warning: .*Gemma 3")
+
+
+def main():
+    global beryl
+    if len(sys.argv) < 3 or sys.argv[2] not in ("tiny", "real"):
+        sys.exit("usage: cli_test.py BERYL tiny|real [UNITTEST OPTIONS]")
+    beryl = Program(pathlib.Path(sys.argv[1]).resolve())
+    real = ["SmolLM2Test", "RealModelTest"]
+    tiny = [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, CliTest)
+            and name.endswith("Test") and name not in (*real, "CliTest")]
+    if sys.argv[2] == "real" and not SMOLLM2.exists() and not GEMMA3.exists():
+        print(f"skipped: neither {SMOLLM2} nor {GEMMA3} is there")
+        sys.exit(SKIPPED)
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]], defaultTest=real if sys.argv[2] == "real" else tiny)
+
+
+if __name__ == "__main__":
+    main()
