@@ -1,7 +1,7 @@
 // What: in a whole step of a whole model, every op of the CPU backend is within its bound of the exact result.
-// How:  the golden models, steps of a ragged batch that fill caches across windows and pages. Before each op both backends
-//       are given the reference's values, rounded to f32, so no error is carried from op to op; each value that the op
-//       must write is then held against ops/op_case_bounds.h, whose bounds come from the data.
+// How:  the golden models, steps of a ragged batch that fill caches across windows and pages. Before each op both
+//       backends are given the reference's values, rounded to f32, so no error is carried from op to op; each value that
+//       the op must write is then held against ops/op_case_bounds.h, whose bounds come from the data.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -24,8 +24,11 @@ namespace {
 class StepRun {
  public:
   StepRun(const Model& model, const RunLimits& run)
-      : limits_(limits_for(model.program, run)), pages_(limits_), image_(model.program, limits_),
-        exact_(make_reference_backend(1)->prepare(model.program, limits_)), fast_(make_cpu_backend(2)->prepare(model.program, limits_)) {
+      : limits_(limits_for(model.program, run)),
+        pages_(limits_),
+        image_(model.program, limits_),
+        exact_(make_reference_backend(1)->prepare(model.program, limits_)),
+        fast_(make_cpu_backend(2)->prepare(model.program, limits_)) {
     data_.program = model.program;
     // Golden weights are floats: no block has a min.
     for (const WeightMatrix& matrix : model.weights->set.matrices) data_.without_mins.push_back(matrix.parts);
@@ -86,7 +89,8 @@ class StepRun {
     for (const ExpectedRows& rows : expected.rows) {
       const int64_t stride = program().rows[static_cast<size_t>(rows.rows.slot)].cols;
       for (size_t i = 0; i < rows.values.size(); ++i) {
-        const int64_t row = static_cast<int64_t>(i) / rows.rows.cols, col = rows.rows.col + static_cast<int64_t>(i) % rows.rows.cols;
+        const int64_t row = static_cast<int64_t>(i) / rows.rows.cols,
+                      col = rows.rows.col + static_cast<int64_t>(i) % rows.rows.cols;
         const auto at = static_cast<size_t>(row * stride + col), slot = static_cast<size_t>(rows.rows.slot);
         compare(op, rows.values[i], rows.bounds[i], fast[slot][at], exact[slot][at]);
       }
@@ -112,7 +116,8 @@ class StepRun {
     for (int64_t t = 0; t < static_cast<int64_t>(routes.logits.size()) / routes.n_experts; ++t) {
       const double* z = routes.logits.data() + t * routes.n_experts;
       const double* e = routes.errors.data() + t * routes.n_experts;
-      const float *got = fast[slot].data() + t * stride + routes.rows.col, *want = exact[slot].data() + t * stride + routes.rows.col;
+      const float *got = fast[slot].data() + t * stride + routes.rows.col,
+                  *want = exact[slot].data() + t * stride + routes.rows.col;
       double total = 0, largest_error = 0;
       for (int i = 0; i < routes.top_k; ++i) {
         ASSERT_EQ(got[i], want[i]) << "token " << t << " route " << i;
@@ -122,7 +127,8 @@ class StepRun {
       for (int i = 0; i < routes.top_k; ++i) {
         const auto expert = static_cast<int>(want[i]);
         const double g = std::exp(z[expert]) / total * routes.scales[static_cast<size_t>(expert)];
-        compare(op, g, std::abs(g) * (std::expm1(2 * largest_error) + routes.relative_bound), got[routes.top_k + i], want[routes.top_k + i]);
+        compare(op, g, std::abs(g) * (std::expm1(2 * largest_error) + routes.relative_bound), got[routes.top_k + i],
+                want[routes.top_k + i]);
       }
     }
   }
@@ -148,7 +154,8 @@ class StepRun {
 };
 
 class StepTest : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Golden, StepTest, testing::ValuesIn(test::golden_models()), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Golden, StepTest, testing::ValuesIn(test::golden_models()),
+                         [](const auto& info) { return info.param; });
 
 TEST_P(StepTest, EveryOpIsWithinItsBound) {
   const Model model = open_model(test::golden_folder(GetParam()));

@@ -32,8 +32,8 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
   BERYL_CHECK(n_prompt > 0, "a prompt has at least one token");
   const int64_t begin = stepper.length(sequence);
   if (begin + n_prompt > stepper.context())
-    throw Error(ErrorCode::kBadInput, fmt::format("the prompt of {} tokens after {} does not fit the context of {}", n_prompt, begin,
-                                                  stepper.context()));
+    throw Error(ErrorCode::kBadInput, fmt::format("the prompt of {} tokens after {} does not fit the context of {}",
+                                                  n_prompt, begin, stepper.context()));
   // One token more than the prompt at least, so that the first decode step finds its page in the uploaded table.
   const int64_t room = stepper.context() - begin - n_prompt;
   const int64_t wanted = begin + n_prompt + std::clamp<int64_t>(request.max_new, 0, room);
@@ -41,7 +41,8 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
     throw Error(ErrorCode::kOutOfMemory, fmt::format("no cache pages left for {} positions", wanted));
 
   GenerateResult result;
-  BERYL_CHECK(request.held.empty() || static_cast<int64_t>(request.held.size()) == begin, "held is what the sequence holds");
+  BERYL_CHECK(request.held.empty() || static_cast<int64_t>(request.held.size()) == begin,
+              "held is what the sequence holds");
   result.held = request.held;
   result.held.insert(result.held.end(), request.prompt.begin(), request.prompt.end());
   stepper.executor().set_history(sequence, result.held, {});
@@ -49,7 +50,8 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
   const auto cancelled = [&] { return request.cancelled && request.cancelled(); };
   const auto chunk = static_cast<size_t>(stepper.chunk_tokens());
   std::span<const int32_t> rest = request.prompt;
-  for (; rest.size() > chunk && !cancelled(); rest = rest.subspan(chunk)) prefill(stepper, sequence, rest.first(chunk), nullptr);
+  for (; rest.size() > chunk && !cancelled(); rest = rest.subspan(chunk))
+    prefill(stepper, sequence, rest.first(chunk), nullptr);
   if (cancelled()) {
     result.finish = FinishReason::kCancelled;
     result.prompt_tokens = stepper.length(sequence) - begin;

@@ -32,7 +32,7 @@ struct GenerateRequest {
 struct GenerateResult {
   FinishReason finish = FinishReason::kStop;
   std::vector<int32_t> reply;           // without the stop id
-  std::vector<int32_t> unseen;          // the last sampled id, which no step has read yet: a continuation begins with it
+  std::vector<int32_t> unseen;          // the last sampled id, not yet read by a step: a continuation begins with it
   std::vector<int32_t> held;            // GenerateRequest::held, the prompt as far as it was read, the reply but unseen
   int64_t prompt_tokens = 0;            // that were read
   double prefill_seconds = 0;           // until the first token was sampled

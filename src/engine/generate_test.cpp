@@ -1,5 +1,5 @@
-// What: a reply ends for the right reason at the right token, is the same whatever the chunk, the history of the sequence and
-//       the neighbours, and a conversation continued is one long prompt; a sequence whose numbers break fails alone.
+// What: a reply ends for the right reason at the right token, is the same whatever the chunk and whatever the sequence
+//       was used for before, and a conversation continued is one long prompt; a sequence of NaN fails alone.
 // How:  the golden models on both host backends, against their known greedy ids; sampled replies against each other.
 #include "engine/generate.h"
 
@@ -96,7 +96,8 @@ TEST_P(GenerateTest, EndsWhereTheContextDoes) {
     Stepper tight = stepper(run_limits(13 + room, 13));
     const GenerateResult result = run(tight, request_for(prompt_, INT64_MAX));
     EXPECT_EQ(result.finish, FinishReason::kContext);
-    EXPECT_EQ(result.reply, Ids(reply_.begin(), reply_.begin() + room + 1));   // the last one needs no place to be read from
+    // The last one needs no place to be read from.
+    EXPECT_EQ(result.reply, Ids(reply_.begin(), reply_.begin() + room + 1));
     EXPECT_EQ(tight.length(0), 13 + room);
     EXPECT_TRUE(tight.executor().damaged_guards().empty());
   }
@@ -104,11 +105,13 @@ TEST_P(GenerateTest, EndsWhereTheContextDoes) {
 
 TEST_P(GenerateTest, APromptThatDoesNotFitIsRefusedWithBothNumbers) {
   Stepper each = stepper(run_limits(40, kChunk));
-  test::expect_refused([&] { run(each, request_for(random_ids(41, 1), 1)); }, ErrorCode::kBadInput, {"41 tokens after 0", "context of 40"});
+  test::expect_refused([&] { run(each, request_for(random_ids(41, 1), 1)); }, ErrorCode::kBadInput,
+                       {"41 tokens after 0", "context of 40"});
   EXPECT_EQ(each.length(0), 0);
   const GenerateResult first = run(each, request_for(prompt_, 5));
   EXPECT_EQ(first.reply, Ids(reply_.begin(), reply_.begin() + 5));
-  test::expect_refused([&] { run(each, request_for(random_ids(24, 1), 1)); }, ErrorCode::kBadInput, {"24 tokens after 17", "context of 40"});
+  test::expect_refused([&] { run(each, request_for(random_ids(24, 1), 1)); }, ErrorCode::kBadInput,
+                       {"24 tokens after 17", "context of 40"});
   EXPECT_EQ(run(each, request_for(first.unseen, 5)).reply, Ids(reply_.begin() + 5, reply_.begin() + 10));
 }
 
@@ -233,7 +236,8 @@ TEST_P(GenerateTest, ASeedIsAReply) {
 
 TEST_P(GenerateTest, ANormThatIsNanFailsTheReply) {
   WeightSet& set = model_.weights->set;
-  set.vectors[static_cast<size_t>(model_.weights->layers[1].ffn_norm.index)].values[5] = std::numeric_limits<float>::quiet_NaN();
+  set.vectors[static_cast<size_t>(model_.weights->layers[1].ffn_norm.index)].values[5] =
+      std::numeric_limits<float>::quiet_NaN();
   const GenerateResult result = run_fresh(request_for(prompt_, 24));
   EXPECT_EQ(result.finish, FinishReason::kFailed);
   EXPECT_TRUE(result.reply.empty() && result.unseen.empty());
@@ -257,15 +261,17 @@ TEST_P(GenerateTest, ASequenceOfNanFailsAlone) {
   const std::vector<std::vector<float>> logits = test::feed(both, {{0, bad}, {1, good}}, 90);
   EXPECT_TRUE(test::same_bits(logits[1], expected));
   const auto vocab = static_cast<size_t>(model_.program.vocab);
-  EXPECT_TRUE(std::none_of(logits[0].begin(), logits[0].begin() + static_cast<int64_t>(60 * vocab), [](float v) { return std::isnan(v); }));
-  EXPECT_TRUE(std::all_of(logits[0].begin() + static_cast<int64_t>(60 * vocab), logits[0].begin() + static_cast<int64_t>(61 * vocab),
-                          [](float v) { return std::isnan(v); }));
+  EXPECT_TRUE(std::none_of(logits[0].begin(), logits[0].begin() + static_cast<int64_t>(60 * vocab),
+                           [](float v) { return std::isnan(v); }));
+  EXPECT_TRUE(std::all_of(logits[0].begin() + static_cast<int64_t>(60 * vocab),
+                          logits[0].begin() + static_cast<int64_t>(61 * vocab), [](float v) { return std::isnan(v); }));
 
   // Sampled side by side; then the failed sequence's pages, full of NaN, serve another prompt.
   const SampleParams greedy;
   const int32_t last = good.back();
   Stepper sampled = stepper(limits);
-  const std::vector<SequenceRows> rows = {{0, {&kPoison, 1}, Outputs::kLast, &greedy}, {1, {&last, 1}, Outputs::kLast, &greedy}};
+  const std::vector<SequenceRows> rows = {{0, {&kPoison, 1}, Outputs::kLast, &greedy},
+                                          {1, {&last, 1}, Outputs::kLast, &greedy}};
   sampled.run(rows);
   ASSERT_EQ(sampled.samples().size(), 2u);
   EXPECT_FALSE(sampled.samples()[0].valid);
@@ -296,7 +302,8 @@ TEST_P(GenerateTest, BanningEveryTokenFailsTheReply) {
 
 // Both backends: near ties apart, which rounding decides, the largest logit is the same token.
 class BothBackendsTest : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Golden, BothBackendsTest, testing::ValuesIn(test::golden_models()), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Golden, BothBackendsTest, testing::ValuesIn(test::golden_models()),
+                         [](const auto& info) { return info.param; });
 
 TEST_P(BothBackendsTest, ChooseTheSameTokens) {
   constexpr float kMargin = 1e-3f;
@@ -311,7 +318,8 @@ TEST_P(BothBackendsTest, ChooseTheSameTokens) {
   const auto vocab = static_cast<int64_t>(model.program.vocab);
   int n_clear = 0;
   for (size_t row = 0; row < ids.size(); ++row) {
-    const auto exact = logits[0].begin() + static_cast<int64_t>(row) * vocab, fast = logits[1].begin() + static_cast<int64_t>(row) * vocab;
+    const auto exact = logits[0].begin() + static_cast<int64_t>(row) * vocab,
+               fast = logits[1].begin() + static_cast<int64_t>(row) * vocab;
     const auto best = std::max_element(exact, exact + vocab) - exact;
     float second = -std::numeric_limits<float>::infinity();
     for (int64_t id = 0; id < vocab; ++id)

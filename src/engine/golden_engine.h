@@ -68,7 +68,8 @@ inline std::vector<std::vector<float>> feed(Stepper& stepper, const std::vector<
     std::vector<SequenceRows> rows;
     for (const Feed& each : feeds)
       if (begin < each.ids.size())
-        rows.push_back({each.sequence, std::span(each.ids).subspan(begin, std::min(chunk, each.ids.size() - begin)), Outputs::kAll, nullptr});
+        rows.push_back({each.sequence, std::span(each.ids).subspan(begin, std::min(chunk, each.ids.size() - begin)),
+                        Outputs::kAll, nullptr});
     stepper.run(rows);
     int64_t row = 0;
     for (size_t i = 0; i < feeds.size(); ++i) {
@@ -90,10 +91,12 @@ inline std::vector<float> feed(Stepper& stepper, int sequence, const std::vector
 inline void poison_caches(Executor& executor, const Program& program, const StepLimits& limits) {
   for (size_t cache = 0; cache < program.caches.size(); ++cache) {
     const CacheDecl& decl = program.caches[cache];
-    const std::vector<float> nan(static_cast<size_t>(decl.n_kv_heads * decl.head_dim), std::numeric_limits<float>::quiet_NaN());
+    const std::vector<float> nan(static_cast<size_t>(decl.n_kv_heads * decl.head_dim),
+                                 std::numeric_limits<float>::quiet_NaN());
     for (CachePart part : {CachePart::kKeys, CachePart::kValues})
       for (int page = 0; page < limits.n_pages[static_cast<size_t>(decl.group)]; ++page)
-        for (int row = 0; row < kPageTokens; ++row) executor.write_cache(static_cast<int>(cache), part, page, row, nan.data());
+        for (int row = 0; row < kPageTokens; ++row)
+          executor.write_cache(static_cast<int>(cache), part, page, row, nan.data());
   }
 }
 
@@ -126,10 +129,10 @@ class GoldenEngine : public testing::TestWithParam<std::tuple<std::string, std::
   std::unique_ptr<Backend> backend_;
 };
 
-#define BERYL_INSTANTIATE_GOLDEN_ENGINE(suite)                                                                          \
-  INSTANTIATE_TEST_SUITE_P(Golden, suite,                                                                               \
-                           testing::Combine(testing::ValuesIn(::beryl::test::golden_models()),                          \
-                                            testing::Values(std::string("reference"), std::string("cpu"))),             \
+#define BERYL_INSTANTIATE_GOLDEN_ENGINE(suite)                                                              \
+  INSTANTIATE_TEST_SUITE_P(Golden, suite,                                                                   \
+                           testing::Combine(testing::ValuesIn(::beryl::test::golden_models()),              \
+                                            testing::Values(std::string("reference"), std::string("cpu"))), \
                            [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); })
 
 }  // namespace beryl::test

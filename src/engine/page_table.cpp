@@ -43,7 +43,8 @@ void PageTables::release(int sequence) {
   for (size_t group = 0; group < pools_.size(); ++group) {
     Pool& pool = pools_[group];
     for (int entry = pool.n_entries - 1; entry >= 0; --entry) {
-      int32_t& page = tables_[group][static_cast<size_t>(sequence) * static_cast<size_t>(pool.n_entries) + static_cast<size_t>(entry)];
+      int32_t& page = tables_[group][static_cast<size_t>(sequence) * static_cast<size_t>(pool.n_entries) +
+                                     static_cast<size_t>(entry)];
       if (page >= 0) pool.free.push_back(page);
       page = -1;
     }

@@ -1,8 +1,8 @@
 // Which cache page holds which positions of which sequence. Knows no device and no model: only groups of caches, each
 // with a pool of pages and a table a sequence.
 //
-// Position m of a sequence lies on page table[(m / 64) % n_entries], row m % 64. A global group's table is as long as the
-// context; a sliding group's wraps, so its old pages are written over: a ring is a page table that wraps.
+// Position m of a sequence lies on page table[(m / 64) % n_entries], row m % 64. A global group's table is as long as
+// the context; a sliding group's wraps, so its old pages are written over: a ring is a page table that wraps.
 // Invariant: a page belongs to at most one sequence, or to the free list.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What: pages are handed out and taken back so that no page has two owners, nothing is lost, a reservation that cannot be
-//       met takes nothing, and a sliding group's table wraps.
+// What: pages are handed out and taken back so that no page has two owners, nothing is lost, a reservation that cannot
+//       be met takes nothing, and a sliding group's table wraps.
 // How:  thousands of random reservations and releases beside a trivially right model: a map from entry to page.
 #include "engine/page_table.h"
 
@@ -38,7 +38,8 @@ class Ledger {
 
  private:
   static int count(const std::set<std::tuple<size_t, int, int>>& entries, size_t group) {
-    return static_cast<int>(std::count_if(entries.begin(), entries.end(), [&](const auto& e) { return std::get<0>(e) == group; }));
+    return static_cast<int>(
+        std::count_if(entries.begin(), entries.end(), [&](const auto& e) { return std::get<0>(e) == group; }));
   }
   StepLimits limits_;
   std::set<std::tuple<size_t, int, int>> owned_;
@@ -53,7 +54,8 @@ void expect_agrees(const PageTables& tables, const Ledger& ledger, const StepLim
     for (int sequence = 0; sequence < limits.max_sequences; ++sequence)
       for (int entry = 0; entry < limits.n_entries[group]; ++entry) {
         const int32_t page = table[static_cast<size_t>(sequence * limits.n_entries[group] + entry)];
-        ASSERT_EQ(page >= 0, ledger.owns(group, sequence, entry)) << "group " << group << " sequence " << sequence << " entry " << entry;
+        ASSERT_EQ(page >= 0, ledger.owns(group, sequence, entry))
+            << "group " << group << " sequence " << sequence << " entry " << entry;
         if (page < 0) continue;
         ASSERT_LT(page, limits.n_pages[group]);
         ASSERT_TRUE(taken.insert(page).second) << "page " << page << " of group " << group << " has two owners";
@@ -97,7 +99,8 @@ TEST(PageTableTest, RandomReservationsAndReleasesAgreeWithTheLedger) {
       ASSERT_NO_FATAL_FAILURE(expect_agrees(tables, ledger, limits)) << "step " << step;
     }
     for (int sequence = 0; sequence < limits.max_sequences; ++sequence) tables.release(sequence);
-    for (int group = 0; group < n_groups; ++group) ASSERT_EQ(tables.free_pages(group), limits.n_pages[static_cast<size_t>(group)]);
+    for (int group = 0; group < n_groups; ++group)
+      ASSERT_EQ(tables.free_pages(group), limits.n_pages[static_cast<size_t>(group)]);
   }
   EXPECT_GT(n_refused, 100);   // the rounds saw what they are there for
   EXPECT_GT(n_wrapped, 100);

@@ -34,12 +34,15 @@ void Stepper::set_rows(std::span<const SequenceRows> rows) {
     const auto n = static_cast<int64_t>(each.ids.size());
     const int64_t begin = length(each.sequence);
     if (begin + n > run_.context)
-      throw Error(ErrorCode::kBadInput, fmt::format("{} tokens after {} do not fit the context of {}", n, begin, run_.context));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("{} tokens after {} do not fit the context of {}", n, begin, run_.context));
     // A longer chunk would write over keys of a sliding layer that its own first tokens still read.
     if (n > run_.chunk_tokens)
-      throw Error(ErrorCode::kBadInput, fmt::format("{} tokens of one sequence in a step, at most {} expected", n, run_.chunk_tokens));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("{} tokens of one sequence in a step, at most {} expected", n, run_.chunk_tokens));
     if (!pages_.reserve(each.sequence, begin + n))
-      throw Error(ErrorCode::kOutOfMemory, fmt::format("no cache pages left for {} positions of a sequence", begin + n));
+      throw Error(ErrorCode::kOutOfMemory,
+                  fmt::format("no cache pages left for {} positions of a sequence", begin + n));
     const auto first_row = static_cast<int32_t>(input_.ids.size());
     for (int64_t i = 0; i < n; ++i) {
       input_.ids.push_back(each.ids[static_cast<size_t>(i)]);

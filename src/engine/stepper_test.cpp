@@ -1,5 +1,5 @@
-// What: a step's rows have the same bits whatever chunk they come in, whatever stands beside them, wherever their pages lie
-//       and whatever those held before, and however much is allocated; what does not fit is refused with its numbers.
+// What: a step's rows have the same bits whatever chunk they come in, whatever stands beside them, wherever their pages
+//       lie and whatever those held before, and however much is allocated; what does not fit is refused with its numbers.
 // How:  the golden models on both host backends, logits compared bit for bit; stale pages are real ones or NaN.
 #include "engine/stepper.h"
 
@@ -36,12 +36,14 @@ TEST_P(StepperTest, ChunksGiveTheSameBits) {
     Stepper each = stepper(run_limits(context, kChunk));
     const std::vector<int32_t> prompt(ids.begin(), ids.begin() + static_cast<int64_t>(length));
     const std::vector<float> logits = feed(each, 0, prompt, kChunk);
-    EXPECT_TRUE(same_bits(logits, {expected.begin(), expected.begin() + static_cast<int64_t>(length * vocab)})) << "length " << length;
+    EXPECT_TRUE(same_bits(logits, {expected.begin(), expected.begin() + static_cast<int64_t>(length * vocab)}))
+        << "length " << length;
   }
 }
 
 TEST_P(StepperTest, NeighboursDoNotChangeARowsBits) {
-  const std::vector<test::Feed> feeds = {{0, random_ids(5, 1)}, {1, random_ids(40, 2)}, {2, random_ids(13, 3)}, {3, random_ids(1, 4)}};
+  const std::vector<test::Feed> feeds = {
+      {0, random_ids(5, 1)}, {1, random_ids(40, 2)}, {2, random_ids(13, 3)}, {3, random_ids(1, 4)}};
   for (size_t chunk : {size_t{3}, size_t{40}}) {
     Stepper together = stepper(run_limits(40, static_cast<int>(chunk), 4));
     const std::vector<std::vector<float>> logits = feed(together, feeds, chunk);
@@ -54,7 +56,8 @@ TEST_P(StepperTest, NeighboursDoNotChangeARowsBits) {
     std::vector<test::Feed> turned;
     for (size_t i = 4; i-- > 0;) turned.push_back({static_cast<int>(3 - i), feeds[i].ids});
     const std::vector<std::vector<float>> again = feed(reversed, turned, chunk);
-    for (size_t i = 0; i < feeds.size(); ++i) EXPECT_TRUE(same_bits(logits[i], again[3 - i])) << "sequence " << i << " chunk " << chunk;
+    for (size_t i = 0; i < feeds.size(); ++i)
+      EXPECT_TRUE(same_bits(logits[i], again[3 - i])) << "sequence " << i << " chunk " << chunk;
   }
 }
 
@@ -99,7 +102,8 @@ TEST_P(StepperTest, TheOrderOfPagesDoesNotMatter) {
   // The pages that the sequence was given: those that the run wrote.
   const auto written_pages = [&](Stepper& each) {
     std::vector<int> pages;
-    std::vector<float> row(static_cast<size_t>(model_.program.caches[cache].n_kv_heads * model_.program.caches[cache].head_dim));
+    std::vector<float> row(
+        static_cast<size_t>(model_.program.caches[cache].n_kv_heads * model_.program.caches[cache].head_dim));
     for (int page = 0; page < n_pages; ++page) {
       each.executor().read_cache(static_cast<int>(cache), CachePart::kKeys, page, 0, row.data());
       if (!std::isnan(row[0])) pages.push_back(page);
@@ -112,7 +116,8 @@ TEST_P(StepperTest, TheOrderOfPagesDoesNotMatter) {
 
   Stepper scrambled = stepper(run);
   test::poison_caches(scrambled.executor(), model_.program, limits);
-  ASSERT_TRUE(scrambled.reserve(0, 70) && scrambled.reserve(2, 130) && scrambled.reserve(0, 200) && scrambled.reserve(1, 10));
+  ASSERT_TRUE(scrambled.reserve(0, 70) && scrambled.reserve(2, 130) && scrambled.reserve(0, 200) &&
+              scrambled.reserve(1, 10));
   scrambled.reset(2);
   scrambled.reset(1);
   ASSERT_TRUE(scrambled.reserve(1, 70));
@@ -144,7 +149,8 @@ TEST_P(StepperTest, AdvanceIsAStepFromTheHost) {
     const std::vector<Sampled> others = by_device.samples();
     EXPECT_EQ(samples[0].id, others[0].id) << step;
     EXPECT_EQ(samples[1].id, others[1].id) << step;
-    const std::vector<SequenceRows> next = {{0, {&samples[0].id, 1}, Outputs::kLast, &greedy}, {1, {&samples[1].id, 1}, Outputs::kLast, &drawn}};
+    const std::vector<SequenceRows> next = {{0, {&samples[0].id, 1}, Outputs::kLast, &greedy},
+                                            {1, {&samples[1].id, 1}, Outputs::kLast, &drawn}};
     by_host.run(next);
     if (step == 0) {
       by_device.run(next);
@@ -169,7 +175,8 @@ TEST_P(StepperTest, WhatDoesNotFitIsRefusedAndChangesNothing) {
     const SequenceRows row{0, rows, Outputs::kLast, nullptr};
     each.run({&row, 1});
   };
-  test::expect_refused([&] { run_rows(std::span(ids).first(11)); }, ErrorCode::kBadInput, {"11 tokens after 30", "context of 40"});
+  test::expect_refused([&] { run_rows(std::span(ids).first(11)); }, ErrorCode::kBadInput,
+                       {"11 tokens after 30", "context of 40"});
   test::expect_refused([&] { run_rows(std::span(ids).first(17)); }, ErrorCode::kBadInput, {"17", "40"});
   const std::vector<int32_t> unknown = {1, static_cast<int32_t>(model_.program.vocab)};
   test::expect_refused([&] { run_rows(unknown); }, ErrorCode::kBadInput, {"256"});
@@ -191,7 +198,8 @@ TEST_P(StepperTest, AChunkLongerThanTheCachesWereMadeForIsRefused) {
 }
 
 using StepperDeathTest = StepperTest;
-INSTANTIATE_TEST_SUITE_P(Golden, StepperDeathTest, testing::Values(std::tuple<std::string, std::string>("llama", "reference")),
+INSTANTIATE_TEST_SUITE_P(Golden, StepperDeathTest,
+                         testing::Values(std::tuple<std::string, std::string>("llama", "reference")),
                          [](const auto&) { return "llama"; });
 
 TEST_P(StepperDeathTest, AdvancingAResetSequenceIsABrokenContract) {

@@ -12,7 +12,8 @@ namespace {
 std::vector<size_t> layer_ends(const Program& program) {
   std::vector<size_t> ends;
   for (int layer = -1; layer < program.n_layers; ++layer) {
-    const auto next = std::find_if(program.layer_of_op.begin(), program.layer_of_op.end(), [&](int of) { return of > layer; });
+    const auto next =
+        std::find_if(program.layer_of_op.begin(), program.layer_of_op.end(), [&](int of) { return of > layer; });
     ends.push_back(static_cast<size_t>(next - program.layer_of_op.begin()));
   }
   return ends;
@@ -80,7 +81,8 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
     // The first greedy id follows from the last logits; the others are decoded as one batch.
     std::vector<int32_t> next(traces.size());
     for (size_t s = 0; s < traces.size(); ++s) {
-      BERYL_CHECK(stepper.reserve(static_cast<int>(s), stepper.length(static_cast<int>(s)) + request.n_greedy), "context fits");
+      BERYL_CHECK(stepper.reserve(static_cast<int>(s), stepper.length(static_cast<int>(s)) + request.n_greedy),
+                  "context fits");
       const auto last = traces[s].logits.end() - vocab;
       next[s] = static_cast<int32_t>(std::max_element(last, traces[s].logits.end()) - last);
       traces[s].greedy.push_back(next[s]);
@@ -88,7 +90,8 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
     for (int64_t i = 1; i < request.n_greedy; ++i) {
       if (i == 1) {
         std::vector<SequenceRows> rows;
-        for (int s = 0; s < n_sequences; ++s) rows.push_back({s, {&next[static_cast<size_t>(s)], 1}, Outputs::kLast, &greedy});
+        for (int s = 0; s < n_sequences; ++s)
+          rows.push_back({s, {&next[static_cast<size_t>(s)], 1}, Outputs::kLast, &greedy});
         stepper.run(rows);
       } else {
         stepper.advance();

@@ -47,7 +47,8 @@ class StepBuilder {
     program_.layer_of_op.push_back(layer_);
   }
 
-  Rows declare(const char* name, int64_t cols, RowsKind kind = RowsKind::kActivation, RowCount count = RowCount::kTokens) {
+  Rows declare(const char* name, int64_t cols, RowsKind kind = RowsKind::kActivation,
+               RowCount count = RowCount::kTokens) {
     program_.rows.push_back({name, cols, kind, count});
     return {static_cast<int>(program_.rows.size()) - 1, 0, cols};
   }
@@ -80,8 +81,8 @@ class StepBuilder {
       gated_ = declare("per-layer gate", config_.per_layer_dim);
     }
     gathered_ = declare("last rows", config_.model_dim, RowsKind::kResidual, RowCount::kOutputs);
-    logits_ = declare("logits", weights_.set.matrices[static_cast<size_t>(weights_.head.index)].rows(), RowsKind::kLogits,
-                      RowCount::kOutputs);
+    logits_ = declare("logits", weights_.set.matrices[static_cast<size_t>(weights_.head.index)].rows(),
+                      RowsKind::kLogits, RowCount::kOutputs);
   }
 
   static int64_t qkv_cols(const LayerSpec& layer, int index) {
@@ -159,9 +160,10 @@ class StepBuilder {
     emit(Linear{w().down, hidden, {}, block_, Epilogue::kStore, {}, 0});
     Rows result = block_;
     if (ffn.n_experts > 0) {
-      emit(Route{x_, norm(w().router_norm), w().router, w().expert_scale, routes_.slice(0, 2 * ffn.top_k), ffn.n_experts, ffn.top_k});
-      emit(Experts{x_, norm(w().pre_ffn_norm_2), routes_.slice(0, 2 * ffn.top_k), w().expert_gate_up, w().expert_down, mixed_,
-                   ffn.top_k, ffn.expert_dim});
+      emit(Route{x_, norm(w().router_norm), w().router, w().expert_scale, routes_.slice(0, 2 * ffn.top_k),
+                 ffn.n_experts, ffn.top_k});
+      emit(Experts{x_, norm(w().pre_ffn_norm_2), routes_.slice(0, 2 * ffn.top_k), w().expert_gate_up, w().expert_down,
+                   mixed_, ffn.top_k, ffn.expert_dim});
       emit(AddNorm{summed_, {}, block_, norm(w().post_ffn_norm_1), 0, 1});
       emit(AddNorm{summed_, summed_, mixed_, norm(w().post_ffn_norm_2), 0, 1});
       result = summed_;
@@ -187,8 +189,13 @@ class StepBuilder {
   void emit_head() {
     emit(GatherRows{x_, gathered_});
     const bool caps = config_.final_softcap > 0;
-    emit(Linear{weights_.head, gathered_, norm(weights_.output_norm), logits_, caps ? Epilogue::kSoftcap : Epilogue::kStore,
-                {}, static_cast<float>(config_.final_softcap)});
+    emit(Linear{weights_.head,
+                gathered_,
+                norm(weights_.output_norm),
+                logits_,
+                caps ? Epilogue::kSoftcap : Epilogue::kStore,
+                {},
+                static_cast<float>(config_.final_softcap)});
     emit(Sample{logits_});
     emit(Advance{});
   }
@@ -197,12 +204,15 @@ class StepBuilder {
   const ModelWeights& weights_;
   Program program_;
   int layer_ = -1;
-  Rows x_, block_, qkv_, attended_, hidden_, routes_, mixed_, summed_, per_layer_, projected_, gated_, gathered_, logits_;
+  Rows x_, block_, qkv_, attended_, hidden_, routes_, mixed_, summed_, per_layer_, projected_, gated_, gathered_,
+      logits_;
   std::vector<int> cache_of_layer_, rope_of_layer_;
 };
 
 }  // namespace
 
-Program build_step(const ModelConfig& config, const ModelWeights& weights) { return StepBuilder(config, weights).build(); }
+Program build_step(const ModelConfig& config, const ModelWeights& weights) {
+  return StepBuilder(config, weights).build();
+}
 
 }  // namespace beryl

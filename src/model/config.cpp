@@ -76,7 +76,8 @@ std::vector<int32_t> read_suppressed_tokens(const Checkpoint& checkpoint, int64_
     if (entry == json.end() || entry->is_null()) return {};
     if (!entry->is_array()) throw Error(ErrorCode::kBadInput, fmt::format("{} is not an array of token ids", where));
     for (const nlohmann::json& id : *entry) {
-      if (!id.is_number_integer()) throw Error(ErrorCode::kBadInput, fmt::format("{} holds something that is no id", where));
+      if (!id.is_number_integer())
+        throw Error(ErrorCode::kBadInput, fmt::format("{} holds something that is no id", where));
       ids.push_back(id.get<int64_t>());
     }
   }
@@ -99,7 +100,8 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
   if (checkpoint.container() == Container::kGguf) {
     architecture = metadata.string("general.architecture").value_or("");
     if (architecture.empty())
-      throw Error(ErrorCode::kBadInput, fmt::format("{}: 'general.architecture' is missing; {}", checkpoint.path(), kSupported));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("{}: 'general.architecture' is missing; {}", checkpoint.path(), kSupported));
     if (architecture == "llama") {
       config = read_llama_config(checkpoint);
     } else if (architecture == "gemma3") {
@@ -107,13 +109,15 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
     } else if (architecture == "gemma4") {
       config = read_gemma4_config(checkpoint);
     } else {
-      throw Error(ErrorCode::kUnsupported, fmt::format("{}: architecture {}; {}", checkpoint.path(), quote(architecture), kSupported));
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("{}: architecture {}; {}", checkpoint.path(), quote(architecture), kSupported));
     }
     config.name = metadata.string("general.name").value_or("");
   } else {
     architecture = metadata.string("model_type").value_or("");
     if (architecture.empty())
-      throw Error(ErrorCode::kBadInput, fmt::format("{}: config.json has no 'model_type'; {}", checkpoint.path(), kSupported));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("{}: config.json has no 'model_type'; {}", checkpoint.path(), kSupported));
     if (architecture == "llama") {
       config = read_llama_config(checkpoint);
     } else if (architecture == "gemma3" || architecture == "gemma3_text") {
@@ -122,7 +126,8 @@ ModelConfig read_config(const Checkpoint& checkpoint) {
                architecture == "gemma4_unified_text") {
       config = read_gemma4_config(checkpoint);
     } else {
-      throw Error(ErrorCode::kUnsupported, fmt::format("{}: model_type {}; {}", checkpoint.path(), quote(architecture), kSupported));
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("{}: model_type {}; {}", checkpoint.path(), quote(architecture), kSupported));
     }
     // Multimodal checkpoints have it at the top or with the text's keys. GGUF has no key for it.
     const std::optional<bool> tied = metadata.boolean("tie_word_embeddings");

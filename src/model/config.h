@@ -1,7 +1,7 @@
 // A model as data: everything that build_step needs to know, and nothing about files.
 //
-// The values and formulas are those of the families' specifications (docs/numerics.md sums them up). One reader a
-// family (llama.cpp, gemma3.cpp, gemma4.cpp) makes a ModelConfig from a GGUF file's or a Hugging Face folder's metadata.
+// The values and formulas are those of the families' specifications (docs/numerics.md sums them up). One reader a family
+// (llama.cpp, gemma3.cpp, gemma4.cpp) makes a ModelConfig from the metadata of a GGUF file or a Hugging Face folder.
 #pragma once
 
 #include <cstdint>

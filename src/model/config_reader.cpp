@@ -102,12 +102,14 @@ std::optional<std::vector<bool>> sliding_layers(const ConfigReader& reader, int 
   const std::shared_ptr<const StringList> types = reader.checkpoint().metadata().strings(reader.key("layer_types"));
   if (!types) return std::nullopt;
   if (static_cast<int>(types->size()) != n_layers)
-    reader.refuse("layer_types", fmt::format("has {} values, one for each of {} layers was expected", types->size(), n_layers));
+    reader.refuse("layer_types",
+                  fmt::format("has {} values, one for each of {} layers was expected", types->size(), n_layers));
   std::vector<bool> sliding;
   for (size_t i = 0; i < types->size(); ++i) {
     const std::string_view type = (*types)[i];
     if (type != "sliding_attention" && type != "full_attention")
-      reader.unsupported("layer_types", fmt::format("holds {}, sliding_attention or full_attention was expected", quote(type)));
+      reader.unsupported("layer_types",
+                         fmt::format("holds {}, sliding_attention or full_attention was expected", quote(type)));
     sliding.push_back(type == "sliding_attention");
   }
   return sliding;
@@ -136,9 +138,11 @@ RopeSpec read_rope(const ConfigReader& reader, const std::string& prefix, double
     rope.scaling = RopeSpec::Scaling::kProportional;
     rope.rotated_share = reader.optional_number(prefix + "partial_rotary_factor").value_or(1.0);
     if (!(rope.rotated_share > 0 && rope.rotated_share <= 1))
-      reader.refuse(prefix + "partial_rotary_factor", fmt::format("is {}, a share from 0 to 1 was expected", rope.rotated_share));
+      reader.refuse(prefix + "partial_rotary_factor",
+                    fmt::format("is {}, a share from 0 to 1 was expected", rope.rotated_share));
   } else {
-    reader.unsupported(prefix + "rope_type", fmt::format("is {}; default, linear, llama3 and proportional are supported", quote(*type)));
+    reader.unsupported(prefix + "rope_type",
+                       fmt::format("is {}; default, linear, llama3 and proportional are supported", quote(*type)));
   }
   return rope;
 }
@@ -147,13 +151,15 @@ std::vector<float> rope_divisors(const Checkpoint& checkpoint, int head_dim) {
   const TensorInfo* tensor = checkpoint.find("rope_freqs.weight");
   if (tensor == nullptr) return {};
   if (tensor->format != Format::kF32 || tensor->shape != std::vector<int64_t>{head_dim / 2})
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor 'rope_freqs.weight' is {} [{}], f32 [{}] was expected", checkpoint.path(),
-                                                  info(tensor->format).name, fmt::join(tensor->shape, ", "), head_dim / 2));
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("{}: tensor 'rope_freqs.weight' is {} [{}], f32 [{}] was expected", checkpoint.path(),
+                            info(tensor->format).name, fmt::join(tensor->shape, ", "), head_dim / 2));
   std::vector<float> divisors = floats_of(checkpoint, *tensor);
   for (float divisor : divisors)
     if (!(divisor > 0))
-      throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor 'rope_freqs.weight' holds {}, positive divisors were expected",
-                                                    checkpoint.path(), divisor));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("{}: tensor 'rope_freqs.weight' holds {}, positive divisors were expected",
+                              checkpoint.path(), divisor));
   return divisors;
 }
 

@@ -22,7 +22,8 @@ inline constexpr int64_t kMaxExperts = 4096;
 // Keys of one family under a common prefix ("gemma4." in GGUF; "" or "text_config." in config.json).
 class ConfigReader {
  public:
-  ConfigReader(const Checkpoint& checkpoint, std::string prefix) : checkpoint_(checkpoint), prefix_(std::move(prefix)) {}
+  ConfigReader(const Checkpoint& checkpoint, std::string prefix)
+      : checkpoint_(checkpoint), prefix_(std::move(prefix)) {}
 
   std::string key(const std::string& name) const { return prefix_ + name; }
   bool has(const std::string& name) const { return metadata().has(key(name)); }

@@ -1,5 +1,5 @@
-// What: a config says what the file says, in either container and in every form that a family's files have; defaults are
-//       the specification's; what beryl cannot run, or what is absurd, is refused by file, key and value.
+// What: a config says what the file says, in either container and in every form that a family's files have; defaults
+//       are the specification's; what beryl cannot run, or what is absurd, is refused by file, key and value.
 // How:  golden folders against GGUF files of the same models; small files made with the metadata of each test.
 #include "model/config.h"
 
@@ -292,7 +292,8 @@ TEST(ConfigTest, LlamaFoldersOldAndNewRopeKeysAreTheSame) {
 TEST(ConfigTest, SuppressedTokensComeFromBesideTheWeights) {
   const TempFolder folder;
   folder.write("generation_config.json", R"({"suppress_tokens": [1, 0]})");
-  EXPECT_EQ(read_config(*test::folder_with(folder, golden_json("llama"), 64)).suppressed_tokens, (std::vector<int32_t>{1, 0}));
+  EXPECT_EQ(read_config(*test::folder_with(folder, golden_json("llama"), 64)).suppressed_tokens,
+            (std::vector<int32_t>{1, 0}));
   folder.write("generation_config.json", R"({"suppress_tokens": [2]})");
   expect_refused([&] { read_config(*test::folder_with(folder, golden_json("llama"), 64)); }, ErrorCode::kBadInput,
                  {folder.path(), "suppress_tokens", "holds 2", "has 2 tokens"});
@@ -356,10 +357,12 @@ TEST(ConfigTest, UnknownArchitecturesAreRefusedWithTheKnownOnes) {
     ordered_json fields = llama_fields();
     fields["general.architecture"] = name;
     const std::string shown = name == std::string("two\nlines") ? "two" : name;
-    expect_refused([&] { read_gguf(fields); }, ErrorCode::kUnsupported, {"model.gguf", shown, "llama, gemma3 and gemma4"});
+    expect_refused([&] { read_gguf(fields); }, ErrorCode::kUnsupported,
+                   {"model.gguf", shown, "llama, gemma3 and gemma4"});
     json config = golden_json("llama");
     config["model_type"] = name;
-    expect_refused([&] { read_json(config); }, ErrorCode::kUnsupported, {"beryl-test", shown, "llama, gemma3 and gemma4"});
+    expect_refused([&] { read_json(config); }, ErrorCode::kUnsupported,
+                   {"beryl-test", shown, "llama, gemma3 and gemma4"});
   }
   json config = golden_json("gemma3");
   config.erase("model_type");
@@ -377,7 +380,8 @@ struct Refusal {
 TEST(ConfigTest, WhatBerylDoesNotRunIsRefusedByKeyAndValue) {
   constexpr ErrorCode kBad = ErrorCode::kBadInput, kNot = ErrorCode::kUnsupported;
   const json two_types = {"sliding_attention", "full_attention"};
-  const json odd_types = {"sliding_attention", "full_attention", "mamba", "full_attention", "full_attention", "full_attention"};
+  const json odd_types = {"sliding_attention", "full_attention", "mamba",
+                          "full_attention",    "full_attention", "full_attention"};
   const Refusal refusals[] = {
       {"gguf llama", "llama.expert_count", 8, kNot, {"experts"}},
       {"gguf llama", "llama.rope.scaling.type", "yarn", kNot, {"'yarn'", "linear"}},
@@ -505,7 +509,10 @@ TEST(ConfigTest, AbsurdNumbersAndWrongTypesAreRefusedByKeyAndValue) {
        {"/num_kv_shared_layers", "/hidden_size_per_layer_input"},
        {"/rms_norm_eps", "/rope_parameters/full_attention/rope_theta", "/rope_parameters/sliding_attention/rope_theta",
         "/rope_parameters/full_attention/partial_rotary_factor"}},
-      {"gemma4_moe", {"/num_experts", "/top_k_experts", "/moe_intermediate_size", "/global_head_dim", "/num_global_key_value_heads"}, {}, {}},
+      {"gemma4_moe",
+       {"/num_experts", "/top_k_experts", "/moe_intermediate_size", "/global_head_dim", "/num_global_key_value_heads"},
+       {},
+       {}},
   };
   const double infinity = std::numeric_limits<double>::infinity();
   for (const Numbers& numbers : all) {
@@ -514,13 +521,16 @@ TEST(ConfigTest, AbsurdNumbersAndWrongTypesAreRefusedByKeyAndValue) {
       SCOPED_TRACE(fmt::format("{}: {} = {}", numbers.model, key, value.dump()));
       if (gguf) {
         const std::string family = std::string(numbers.model).substr(5);
-        ordered_json fields = family == "llama" ? llama_fields() : family == "gemma3" ? gemma3_fields() : gemma4_fields();
+        ordered_json fields = family == "llama"    ? llama_fields()
+                              : family == "gemma3" ? gemma3_fields()
+                                                   : gemma4_fields();
         fields[key] = value;
         expect_refused([&] { read_fields(fields); }, ErrorCode::kBadInput, {"model.gguf", key, shown});
       } else {
         json config = golden_json(numbers.model);
         config[json::json_pointer(key)] = value;
-        expect_refused([&] { read_json(config); }, ErrorCode::kBadInput, {"beryl-test", key.substr(key.rfind('/') + 1), shown});
+        expect_refused([&] { read_json(config); }, ErrorCode::kBadInput,
+                       {"beryl-test", key.substr(key.rfind('/') + 1), shown});
       }
     };
     std::vector<const char*> integers = numbers.integers;
@@ -549,26 +559,31 @@ TEST(ConfigTest, ScalingByAFactorThatIsNotPositiveIsRefused) {
       const std::string prefix = fields["general.architecture"].get<std::string>() + ".rope.scaling.";
       fields[prefix + "type"] = "linear";
       fields[prefix + "factor"] = factor;
-      expect_refused([&] { read_gguf(fields); }, ErrorCode::kBadInput, {prefix + "factor", fmt::format("is {}", factor)});
+      expect_refused([&] { read_gguf(fields); }, ErrorCode::kBadInput,
+                     {prefix + "factor", fmt::format("is {}", factor)});
     }
     json config = golden_json("gemma3");
     config["attn_logit_softcapping"] = factor - 1;
-    expect_refused([&] { read_json(config); }, ErrorCode::kBadInput, {"attn_logit_softcapping", fmt::format("is {}", factor - 1)});
+    expect_refused([&] { read_json(config); }, ErrorCode::kBadInput,
+                   {"attn_logit_softcapping", fmt::format("is {}", factor - 1)});
   }
 }
 
 TEST(ConfigTest, DivisorsMustBeThereForGemma4AndFitTheHead) {
   expect_refused([] { read_gguf(gemma4_fields()); }, ErrorCode::kBadInput, {"rope_freqs.weight", "is missing"});
-  expect_refused([] { read_gguf(gemma4_fields(), 64, {1, 1}); }, ErrorCode::kBadInput, {"rope_freqs.weight", "[2]", "[16]"});
+  expect_refused([] { read_gguf(gemma4_fields(), 64, {1, 1}); }, ErrorCode::kBadInput,
+                 {"rope_freqs.weight", "[2]", "[16]"});
   for (const float bad : {0.0f, -1.0f, std::numeric_limits<float>::quiet_NaN()}) {
     std::vector<float> divisors = gemma4_divisors();
     divisors[3] = bad;
-    expect_refused([&] { read_gguf(gemma4_fields(), 64, divisors); }, ErrorCode::kBadInput, {"rope_freqs.weight", fmt::format("{}", bad)});
+    expect_refused([&] { read_gguf(gemma4_fields(), 64, divisors); }, ErrorCode::kBadInput,
+                   {"rope_freqs.weight", fmt::format("{}", bad)});
   }
 }
 
 TEST(ConfigTest, AnEmbeddingOfAnotherWidthIsRefused) {
-  expect_refused([] { read_json(golden_json("llama"), 63); }, ErrorCode::kBadInput, {"model.embed_tokens.weight", "[2, 63]", "64"});
+  expect_refused([] { read_json(golden_json("llama"), 63); }, ErrorCode::kBadInput,
+                 {"model.embed_tokens.weight", "[2, 63]", "64"});
   expect_refused([] { read_gguf(llama_fields(), 63); }, ErrorCode::kBadInput, {"token_embd.weight", "[2, 63]", "64"});
 }
 

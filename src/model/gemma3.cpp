@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kDefaultPeriod = 6;   // every sixth layer is global
 
-// GGUF: a period, an array of bools (true = sliding), or nothing. Hugging Face: layer_types, or a period under two names.
+// GGUF: a period, an array of bools (true = sliding), or nothing. Hugging Face: layer_types, or a period under two
+// names.
 std::vector<bool> read_sliding(const ConfigReader& reader, bool gguf, int n_layers) {
   int64_t period = kDefaultPeriod;
   if (gguf) {
@@ -39,8 +40,10 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
   const ConfigReader reader = gguf ? ConfigReader(checkpoint, "gemma3.") : hugging_face_reader(checkpoint);
   const auto name = [&](const char* in_gguf, const char* in_hugging_face) { return gguf ? in_gguf : in_hugging_face; };
   // Real config.json files leave out what equals the defaults; GGUF files do not.
-  const auto integer = [&](const char* in_gguf, const char* in_hugging_face, int64_t low, int64_t high, int64_t otherwise) {
-    return gguf ? reader.integer(in_gguf, low, high) : reader.optional_integer(in_hugging_face, low, high).value_or(otherwise);
+  const auto integer = [&](const char* in_gguf, const char* in_hugging_face, int64_t low, int64_t high,
+                           int64_t otherwise) {
+    return gguf ? reader.integer(in_gguf, low, high)
+                : reader.optional_integer(in_hugging_face, low, high).value_or(otherwise);
   };
 
   ModelConfig config;
@@ -61,11 +64,14 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
   attention.n_kv_heads = static_cast<int>(integer("attention.head_count_kv", "num_key_value_heads", 1, kMaxHeads, 4));
   attention.head_dim = static_cast<int>(integer("attention.key_length", "head_dim", 2, kMaxHeadDim, 256));
   if (attention.n_heads % attention.n_kv_heads != 0)
-    reader.refuse(name("attention.head_count_kv", "num_key_value_heads"),
-                  fmt::format("is {}, a divisor of the {} heads was expected", attention.n_kv_heads, attention.n_heads));
+    reader.refuse(
+        name("attention.head_count_kv", "num_key_value_heads"),
+        fmt::format("is {}, a divisor of the {} heads was expected", attention.n_kv_heads, attention.n_heads));
   if (attention.head_dim % 2 != 0)
-    reader.refuse(name("attention.key_length", "head_dim"), fmt::format("is {}, an even number was expected", attention.head_dim));
-  const int window = static_cast<int>(reader.integer(name("attention.sliding_window", "sliding_window"), 1, kMaxContext));
+    reader.refuse(name("attention.key_length", "head_dim"),
+                  fmt::format("is {}, an even number was expected", attention.head_dim));
+  const int window =
+      static_cast<int>(reader.integer(name("attention.sliding_window", "sliding_window"), 1, kMaxContext));
 
   RopeSpec global_rope, local_rope;
   if (gguf) {
@@ -90,7 +96,8 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
     const std::string activation = reader.optional_string("hidden_activation").value_or("gelu_pytorch_tanh");
     if (activation != "gelu_pytorch_tanh")
       reader.unsupported("hidden_activation", fmt::format("is {}; gelu_pytorch_tanh is supported", quote(activation)));
-    if (reader.boolean_or("attention_bias", false)) reader.unsupported("attention_bias", "is true: biases are not supported");
+    if (reader.boolean_or("attention_bias", false))
+      reader.unsupported("attention_bias", "is true: biases are not supported");
     if (reader.has("rope_parameters")) {
       global_rope = read_rope(reader, "rope_parameters.full_attention.", 1e6);
       local_rope = read_rope(reader, "rope_parameters.sliding_attention.", 1e4);
@@ -105,7 +112,8 @@ ModelConfig read_gemma3_config(const Checkpoint& checkpoint) {
   }
 
   layer.ffn.activation = Activation::kGeluTanh;
-  const std::vector<int64_t> dims = reader.per_layer(name("feed_forward_length", "intermediate_size"), n_layers, 1, kMaxDim);
+  const std::vector<int64_t> dims =
+      reader.per_layer(name("feed_forward_length", "intermediate_size"), n_layers, 1, kMaxDim);
   const std::vector<bool> sliding = read_sliding(reader, gguf, n_layers);
   for (int i = 0; i < n_layers; ++i) {
     const bool slides = sliding[static_cast<size_t>(i)];

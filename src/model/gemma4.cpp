@@ -52,7 +52,8 @@ bool gguf_k_eq_v(const Checkpoint& checkpoint, const std::vector<bool>& sliding,
   for (int i = 0; i < first_shared; ++i) {
     if (sliding[static_cast<size_t>(i)]) continue;
     any_global = true;
-    if (checkpoint.find(names.of(Role::kV, i)) != nullptr || checkpoint.find(names.of(Role::kQkv, i)) != nullptr) return false;
+    if (checkpoint.find(names.of(Role::kV, i)) != nullptr || checkpoint.find(names.of(Role::kQkv, i)) != nullptr)
+      return false;
   }
   return any_global;
 }
@@ -73,10 +74,13 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
   config.embedding_scale = std::sqrt(static_cast<double>(config.model_dim));
   config.final_softcap = reader.soft_cap("final_logit_softcapping");
   config.per_layer_dim =
-      reader.optional_integer(name("embedding_length_per_layer_input", "hidden_size_per_layer_input"), 0, kMaxDim).value_or(0);
+      reader.optional_integer(name("embedding_length_per_layer_input", "hidden_size_per_layer_input"), 0, kMaxDim)
+          .value_or(0);
 
-  const int n_heads = static_cast<int>(reader.integer(name("attention.head_count", "num_attention_heads"), 1, kMaxHeads));
-  const int window = static_cast<int>(reader.integer(name("attention.sliding_window", "sliding_window"), 1, kMaxContext));
+  const int n_heads =
+      static_cast<int>(reader.integer(name("attention.head_count", "num_attention_heads"), 1, kMaxHeads));
+  const int window =
+      static_cast<int>(reader.integer(name("attention.sliding_window", "sliding_window"), 1, kMaxContext));
   const int n_shared = static_cast<int>(
       reader.optional_integer(name("attention.shared_kv_layers", "num_kv_shared_layers"), 0, n_layers - 1).value_or(0));
   const int first_shared = n_layers - n_shared;
@@ -91,18 +95,21 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
     sliding = *types;
   }
 
-  const bool k_eq_v = gguf ? gguf_k_eq_v(checkpoint, sliding, first_shared) : reader.boolean_or("attention_k_eq_v", false);
+  const bool k_eq_v =
+      gguf ? gguf_k_eq_v(checkpoint, sliding, first_shared) : reader.boolean_or("attention_k_eq_v", false);
   RopeSpec global_rope, local_rope;
   std::vector<Geometry> geometry;
   if (gguf) {
     const int global_dim = static_cast<int>(reader.integer("attention.key_length", 2, kMaxHeadDim));
     const int local_dim = static_cast<int>(reader.integer("attention.key_length_swa", 2, kMaxHeadDim));
-    for (const auto& [key, dim] : {std::pair{"attention.value_length", global_dim}, std::pair{"attention.value_length_swa", local_dim}})
+    for (const auto& [key, dim] :
+         {std::pair{"attention.value_length", global_dim}, std::pair{"attention.value_length_swa", local_dim}})
       if (const auto value_dim = reader.optional_integer(key, 2, kMaxHeadDim); value_dim && *value_dim != dim)
         reader.unsupported(key, fmt::format("is {}, keys have {}", *value_dim, dim));
     const std::vector<int64_t> kv_heads = reader.per_layer("attention.head_count_kv", n_layers, 1, kMaxHeads);
     for (int i = 0; i < n_layers; ++i)
-      geometry.push_back({sliding[static_cast<size_t>(i)] ? local_dim : global_dim, static_cast<int>(kv_heads[static_cast<size_t>(i)])});
+      geometry.push_back({sliding[static_cast<size_t>(i)] ? local_dim : global_dim,
+                          static_cast<int>(kv_heads[static_cast<size_t>(i)])});
     global_rope.base = reader.positive_or("rope.freq_base", 1e6);
     local_rope.base = reader.positive_or("rope.freq_base_swa", 1e4);
     global_rope.divisors = rope_divisors(checkpoint, global_dim);
@@ -114,8 +121,10 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
     const std::string activation = reader.optional_string("hidden_activation").value_or("gelu_pytorch_tanh");
     if (activation != "gelu_pytorch_tanh")
       reader.unsupported("hidden_activation", fmt::format("is {}; gelu_pytorch_tanh is supported", quote(activation)));
-    if (reader.boolean_or("attention_bias", false)) reader.unsupported("attention_bias", "is true: biases are not supported");
-    for (int i = 0; i < n_layers; ++i) geometry.push_back(hugging_face_geometry(reader, i, sliding[static_cast<size_t>(i)], k_eq_v));
+    if (reader.boolean_or("attention_bias", false))
+      reader.unsupported("attention_bias", "is true: biases are not supported");
+    for (int i = 0; i < n_layers; ++i)
+      geometry.push_back(hugging_face_geometry(reader, i, sliding[static_cast<size_t>(i)], k_eq_v));
     global_rope = read_rope(reader, "rope_parameters.full_attention.", 1e6);
     local_rope = read_rope(reader, "rope_parameters.sliding_attention.", 1e4);
     if (!reader.has("rope_parameters.full_attention.rope_type")) {
@@ -124,7 +133,8 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
     }
   }
 
-  std::vector<int64_t> ffn_dims = reader.per_layer(name("feed_forward_length", "intermediate_size"), n_layers, 1, kMaxDim);
+  std::vector<int64_t> ffn_dims =
+      reader.per_layer(name("feed_forward_length", "intermediate_size"), n_layers, 1, kMaxDim);
   if (!gguf && reader.boolean_or("use_double_wide_mlp", false))
     for (int i = first_shared; i < n_layers; ++i) ffn_dims[static_cast<size_t>(i)] *= 2;
 
@@ -157,10 +167,12 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
     attention.v_from_k = k_eq_v && !slides;
     attention.cache_layer = i;
     if (attention.head_dim % 2 != 0)
-      reader.refuse(name("attention.key_length", "head_dim"), fmt::format("gives layer {} odd heads of {}", i, attention.head_dim));
+      reader.refuse(name("attention.key_length", "head_dim"),
+                    fmt::format("gives layer {} odd heads of {}", i, attention.head_dim));
     if (n_heads % attention.n_kv_heads != 0)
-      reader.refuse(name("attention.head_count_kv", "num_key_value_heads"),
-                    fmt::format("is {} in layer {}, a divisor of the {} heads was expected", attention.n_kv_heads, i, n_heads));
+      reader.refuse(
+          name("attention.head_count_kv", "num_key_value_heads"),
+          fmt::format("is {} in layer {}, a divisor of the {} heads was expected", attention.n_kv_heads, i, n_heads));
     if (i >= first_shared) {
       // A sharing layer reads the last layer of its own kind that has a cache.
       int source = first_shared - 1;
@@ -171,7 +183,8 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
       const AttentionSpec& owner = config.layers[static_cast<size_t>(source)].attention;
       const auto refuse_other = [&](const char* key, int own, int owners) {
         if (own != owners)
-          reader.refuse(key, fmt::format("is {} in layer {}, {} in layer {}, whose cache it reads", own, i, owners, source));
+          reader.refuse(key,
+                        fmt::format("is {} in layer {}, {} in layer {}, whose cache it reads", own, i, owners, source));
       };
       refuse_other(name("attention.key_length", "head_dim"), attention.head_dim, owner.head_dim);
       refuse_other(name("attention.head_count_kv", "num_key_value_heads"), attention.n_kv_heads, owner.n_kv_heads);

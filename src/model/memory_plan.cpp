@@ -9,7 +9,8 @@
 namespace beryl {
 
 StepLimits limits_for(const Program& program, const RunLimits& run) {
-  BERYL_CHECK(run.context >= 1 && run.chunk_tokens >= 1 && run.n_sequences >= 1 && run.n_outputs >= 1, "positive limits");
+  BERYL_CHECK(run.context >= 1 && run.chunk_tokens >= 1 && run.n_sequences >= 1 && run.n_outputs >= 1,
+              "positive limits");
   StepLimits limits;
   limits.max_sequences = run.n_sequences;
   limits.max_tokens = run.step_tokens > 0 ? run.step_tokens : std::max(run.chunk_tokens, run.n_sequences);
@@ -75,7 +76,8 @@ std::string to_text(const MemoryPlan& plan, const Program& program) {
       if (cache.group != static_cast<int>(group)) continue;
       ++n_layers;
       for (const Allocation& allocation : plan.allocations)
-        if (allocation.kind == MemoryKind::kCache && allocation.label.starts_with(cache.name + " ")) bytes += allocation.bytes;
+        if (allocation.kind == MemoryKind::kCache && allocation.label.starts_with(cache.name + " "))
+          bytes += allocation.bytes;
     }
     const int window = program.groups[group].window;
     line(window == 0 ? "cache, global layers" : fmt::format("cache, layers of window {}", window), bytes,

@@ -1,5 +1,5 @@
-// What: a sliding layer's ring holds every key that a chunk may still read, with no more than a page to spare; the plan's
-//       text adds up and reads well.
+// What: a sliding layer's ring holds every key that a chunk may still read, with no more than a page to spare; the
+//       plan's text adds up and reads well.
 // How:  brute force over windows, chunks and every place a chunk may begin at; a synthetic model of 48 layers.
 #include "model/memory_plan.h"
 
@@ -50,7 +50,8 @@ TEST(MemoryPlanTest, TheRingHoldsEveryLiveKeyOfEveryChunk) {
             << "window " << window << " chunk " << chunk << " from " << begin << " with " << n_entries << " pages";
       if (n_entries < 3) continue;
       bool holds = true;
-      for (int64_t begin = 0; begin < 2 * turn && holds; ++begin) holds = ring_holds(window, chunk, begin, n_entries - 2);
+      for (int64_t begin = 0; begin < 2 * turn && holds; ++begin)
+        holds = ring_holds(window, chunk, begin, n_entries - 2);
       EXPECT_FALSE(holds) << "window " << window << " chunk " << chunk << ": two pages fewer would do";
     }
 }
@@ -91,9 +92,10 @@ TEST(MemoryPlanTest, EverySequenceHasPagesForItsWholeContext) {
 
 TEST(MemoryPlanTest, BytesReadAsThreeDigits) {
   const std::pair<int64_t, const char*> known[] = {
-      {0, "0 B"}, {1, "1 B"}, {999, "999 B"}, {1000, "1.00 kB"}, {1234, "1.23 kB"}, {9994, "9.99 kB"}, {9996, "10.0 kB"},
-      {99'940, "99.9 kB"}, {99'960, "100 kB"}, {999'499, "999 kB"}, {999'500, "1.00 MB"}, {12'345'678, "12.3 MB"},
-      {1'250'000'000, "1.25 GB"}, {7'000'000'000'000, "7.00 TB"}, {5'000'000'000'000'000, "5000 TB"}};
+      {0, "0 B"}, {1, "1 B"}, {999, "999 B"}, {1000, "1.00 kB"}, {1234, "1.23 kB"}, {9994, "9.99 kB"},
+      {9996, "10.0 kB"}, {99'940, "99.9 kB"}, {99'960, "100 kB"}, {999'499, "999 kB"}, {999'500, "1.00 MB"},
+      {12'345'678, "12.3 MB"}, {1'250'000'000, "1.25 GB"}, {7'000'000'000'000, "7.00 TB"},
+      {5'000'000'000'000'000, "5000 TB"}};
   for (const auto& [bytes, text] : known) EXPECT_EQ(human_bytes(bytes), text) << bytes;
 }
 
@@ -116,13 +118,16 @@ TEST(MemoryPlanTest, TextAddsUp) {
   for (size_t begin = 0; begin < text.size(); begin = text.find('\n', begin) + 1)
     lines.push_back(text.substr(begin, text.find('\n', begin) - begin));
   const auto expect_line = [&](const std::string& label, int64_t bytes, const std::string& note) {
-    const auto line = std::find_if(lines.begin(), lines.end(), [&](const std::string& each) { return each.starts_with("  " + label); });
+    const auto line = std::find_if(lines.begin(), lines.end(),
+                                   [&](const std::string& each) { return each.starts_with("  " + label); });
     ASSERT_NE(line, lines.end()) << label << " in\n" << text;
-    EXPECT_NE(line->find(" " + human_bytes(bytes) + "  " + note), std::string::npos) << *line << ", not " << human_bytes(bytes);
+    EXPECT_NE(line->find(" " + human_bytes(bytes) + "  " + note), std::string::npos)
+        << *line << ", not " << human_bytes(bytes);
   };
   // 40 sliding layers of 8 heads of 256, 8 global ones of 1 head of 512; keys and values; 8 bytes a value here.
   const int64_t ring_pages = 2 * ((1023 + 256 + 63) / 64 + 1), pages = 2 * 157;
-  expect_line("cache, layers of window 1024", 40 * ring_pages * 64 * 2 * 8 * 256 * 8, fmt::format("40 layers × {} pages", ring_pages));
+  expect_line("cache, layers of window 1024", 40 * ring_pages * 64 * 2 * 8 * 256 * 8,
+              fmt::format("40 layers × {} pages", ring_pages));
   expect_line("cache, global layers", 8 * pages * 64 * 2 * 512 * 8, fmt::format("8 layers × {} pages", pages));
   expect_line("total without the mapped file", sum, "");
   expect_line("weights, read in the mapped file", plan.total(MemoryKind::kMappedWeights), "");

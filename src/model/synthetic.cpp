@@ -86,7 +86,8 @@ ModelConfig gemma4_config(const Gemma4Size& size) {
     const bool slides = (i + 1) % size.period != 0;
     LayerSpec layer;
     layer.post_norms = layer.output_scale = true;
-    layer.ffn = {i < first_shared ? size.ffn_dim : size.shared_ffn_dim, Activation::kGeluTanh, size.n_experts, size.top_k, size.expert_dim};
+    layer.ffn = {i < first_shared ? size.ffn_dim : size.shared_ffn_dim, Activation::kGeluTanh, size.n_experts,
+                 size.top_k, size.expert_dim};
     AttentionSpec& attention = layer.attention;
     attention.n_heads = size.n_heads;
     attention.n_kv_heads = slides ? size.local_kv : size.global_kv;
@@ -175,7 +176,8 @@ bool ties_head(const std::string& name) {
 // Makes tensors up. Two passes over the model: the first learns how large each format's block of data must be.
 class SyntheticSource final : public TensorSource {
  public:
-  SyntheticSource(const SyntheticFormats& formats, bool tied, uint64_t seed) : formats_(formats), tied_(tied), random_(seed), seed_(seed) {}
+  SyntheticSource(const SyntheticFormats& formats, bool tied, uint64_t seed)
+      : formats_(formats), tied_(tied), random_(seed), seed_(seed) {}
 
   bool has(Role role, int) const override {
     return role == Role::kExpertGateUp || (role == Role::kHead && !tied_);
@@ -227,7 +229,8 @@ class SyntheticSource final : public TensorSource {
       auto storage = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(pool.scale_begin + scale_bytes));
       repeat(unit.matrix.codes, kRows * row_bytes(format, kCols), storage->data(), code_bytes);
       if (unit.matrix.scales != nullptr)
-        repeat(unit.matrix.scales, kRows * row_scale_bytes(format, kCols), storage->data() + pool.scale_begin, scale_bytes);
+        repeat(unit.matrix.scales, kRows * row_scale_bytes(format, kCols), storage->data() + pool.scale_begin,
+               scale_bytes);
       pool.storage = std::move(storage);
       pool.filled = true;
     }
@@ -279,7 +282,8 @@ ModelConfig synthetic_config(const std::string& name) {
   for (const LlamaSize& size : kLlama)
     if (name == size.name) config = llama_config(size);
   if (config.layers.empty())
-    throw Error(ErrorCode::kBadInput, fmt::format("no synthetic model '{}'; there are: {}", name, fmt::join(synthetic_names(), ", ")));
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("no synthetic model '{}'; there are: {}", name, fmt::join(synthetic_names(), ", ")));
   config.architecture = family_name(config.family);
   config.name = "synthetic " + name;
   return config;

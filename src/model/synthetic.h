@@ -20,8 +20,8 @@ struct SyntheticFormats {
 // Error(kBadInput) naming the known ones for an unknown name.
 ModelConfig synthetic_config(const std::string& name);
 
-// Rows that a format does not fit get Q4_0 or Q8_0 (as quantisers do), or BF16. All matrices of one format point into one
-// block of random data as large as the largest of them, so the model takes a fraction of its size on the host.
+// Rows that a format does not fit get Q4_0 or Q8_0 (as quantisers do), or BF16. All matrices of one format point into
+// one block of random data as large as the largest of them, so the model takes a fraction of its size on the host.
 // with_data false: shapes only (codes is null), for plans and op lists.
 Model make_synthetic_model(const std::string& name, const SyntheticFormats& formats, uint64_t seed, bool with_data);
 

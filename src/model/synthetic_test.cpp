@@ -17,20 +17,25 @@ namespace {
 
 int64_t count_parameters(const Model& model) {
   int64_t total = 0;
-  for (const WeightMatrix& matrix : model.weights->set.matrices) total += matrix.rows() * matrix.cols() * matrix.stack();
+  for (const WeightMatrix& matrix : model.weights->set.matrices)
+    total += matrix.rows() * matrix.cols() * matrix.stack();
   return total;
 }
 
 TEST(SyntheticTest, SizesAreThoseOfTheSpecification) {
-  const std::map<std::string, double> known = {{"gemma4-e2b", 4.63e9}, {"gemma4-e4b", 7.46e9},     {"gemma4-12b", 11.91e9},
-                                               {"gemma4-26b-a4b", 25.23e9}, {"gemma4-31b", 30.70e9}};
+  const std::map<std::string, double> known = {{"gemma4-e2b", 4.63e9},
+                                               {"gemma4-e4b", 7.46e9},
+                                               {"gemma4-12b", 11.91e9},
+                                               {"gemma4-26b-a4b", 25.23e9},
+                                               {"gemma4-31b", 30.70e9}};
   for (const auto& [name, parameters] : known) {
     const Model model = make_synthetic_model(name, {}, 1, false);
     EXPECT_NEAR(static_cast<double>(count_parameters(model)), parameters, 0.006e9) << name;
   }
   // Gemma 3 270M and SmolLM2 135M are named by their sizes, embedding included.
   EXPECT_NEAR(static_cast<double>(count_parameters(make_synthetic_model("gemma3-270m", {}, 1, false))), 268.1e6, 0.2e6);
-  EXPECT_NEAR(static_cast<double>(count_parameters(make_synthetic_model("smollm2-135m", {}, 1, false))), 134.5e6, 0.2e6);
+  EXPECT_NEAR(static_cast<double>(count_parameters(make_synthetic_model("smollm2-135m", {}, 1, false))), 134.5e6,
+              0.2e6);
 }
 
 TEST(SyntheticTest, EveryModelBuildsAStep) {
@@ -63,7 +68,8 @@ TEST(SyntheticTest, CachePlanFollowsTheWindowAndTheContext) {
 TEST(SyntheticTest, SharingLayersOwnNoCache) {
   const Model model = make_synthetic_model("gemma4-e2b", {}, 1, false);
   EXPECT_EQ(model.program.caches.size(), 15u);
-  for (int i = 15; i < 35; ++i) EXPECT_EQ(model.config.layers[static_cast<size_t>(i)].attention.cache_layer, (i + 1) % 5 == 0 ? 14 : 13);
+  for (int i = 15; i < 35; ++i)
+    EXPECT_EQ(model.config.layers[static_cast<size_t>(i)].attention.cache_layer, (i + 1) % 5 == 0 ? 14 : 13);
 }
 
 TEST(SyntheticTest, WhatIsPlannedIsAllocated) {

@@ -26,11 +26,14 @@
 namespace beryl::test {
 
 inline const std::vector<std::string>& golden_models() {
-  static const std::vector<std::string> names = {"gemma4_dense", "gemma4_dense_hd512", "gemma4_e2b", "gemma4_moe", "gemma3", "llama"};
+  static const std::vector<std::string> names = {
+      "gemma4_dense", "gemma4_dense_hd512", "gemma4_e2b", "gemma4_moe", "gemma3", "llama"};
   return names;
 }
 
-inline std::string golden_folder(const std::string& model) { return std::string(BERYL_SOURCE_DIR) + "/tests/golden/" + model; }
+inline std::string golden_folder(const std::string& model) {
+  return std::string(BERYL_SOURCE_DIR) + "/tests/golden/" + model;
+}
 
 // type: "f32" or "bf16". Made by a script; see BERYL_SKIP_WITHOUT_GGUF.
 inline std::string golden_gguf(const std::string& model, const std::string& type = "f32") {
@@ -43,8 +46,9 @@ inline bool have_golden_gguf() {
   });
 }
 
-#define BERYL_SKIP_WITHOUT_GGUF() \
-  if (!::beryl::test::have_golden_gguf()) GTEST_SKIP() << "no golden GGUF files: their script needs Python packages (./test)"
+#define BERYL_SKIP_WITHOUT_GGUF()         \
+  if (!::beryl::test::have_golden_gguf()) \
+  GTEST_SKIP() << "no golden GGUF files: their script needs Python packages (./test)"
 
 // The ids of a golden sequence: "long" (40 of them), "b0", "b1", "b2", "greedy".
 inline std::vector<int32_t> golden_ids(const std::string& model, const std::string& key) {
@@ -69,7 +73,8 @@ class EditedCheckpoint final : public Checkpoint {
   std::span<const TensorInfo> tensors() const override { return tensors_; }
   std::span<const std::string> warnings() const override { return base_->warnings(); }
   const TensorInfo* find(std::string_view name) const override {
-    const auto at = std::find_if(tensors_.begin(), tensors_.end(), [&](const TensorInfo& tensor) { return tensor.name == name; });
+    const auto at =
+        std::find_if(tensors_.begin(), tensors_.end(), [&](const TensorInfo& tensor) { return tensor.name == name; });
     return at == tensors_.end() ? nullptr : &*at;
   }
   // The values of a tensor that must be there.
@@ -111,7 +116,8 @@ class EditedCheckpoint final : public Checkpoint {
 };
 
 // A folder with this config.json and nothing but an embedding table of two rows, as wide as the config says.
-inline std::unique_ptr<Checkpoint> folder_with(const TempFolder& folder, const nlohmann::json& config, int64_t model_dim) {
+inline std::unique_ptr<Checkpoint> folder_with(const TempFolder& folder, const nlohmann::json& config,
+                                               int64_t model_dim) {
   folder.write("config.json", config.dump());
   const std::string data(static_cast<size_t>(2 * model_dim * 4), '\0');
   const nlohmann::json header = {{"model.embed_tokens.weight",
@@ -120,10 +126,10 @@ inline std::unique_ptr<Checkpoint> folder_with(const TempFolder& folder, const n
   return open_checkpoint(folder.path());
 }
 
-// A GGUF file with these fields (numbers as u32, u64, i64 or f32; arrays of bools or i32), an embedding table of two rows,
-// and divisors for the rope where given.
-inline std::unique_ptr<Checkpoint> gguf_with(const TempFolder& folder, const nlohmann::ordered_json& fields, int64_t model_dim,
-                                             const std::vector<float>& divisors = {}) {
+// A GGUF file with these fields (numbers as u32, u64, i64 or f32; arrays of bools or i32), an embedding table of two
+// rows, and divisors for the rope where given.
+inline std::unique_ptr<Checkpoint> gguf_with(const TempFolder& folder, const nlohmann::ordered_json& fields,
+                                             int64_t model_dim, const std::vector<float>& divisors = {}) {
   GgufBuilder builder;
   for (const auto& [key, value] : fields.items()) {
     if (value.is_string()) {
@@ -144,7 +150,8 @@ inline std::unique_ptr<Checkpoint> gguf_with(const TempFolder& folder, const nlo
       builder.array(key, kI32, value.get<std::vector<int32_t>>());
     }
   }
-  builder.tensor("token_embd.weight", {static_cast<uint64_t>(model_dim), 2}, 0, std::string(static_cast<size_t>(2 * model_dim * 4), '\0'));
+  builder.tensor("token_embd.weight", {static_cast<uint64_t>(model_dim), 2}, 0,
+                 std::string(static_cast<size_t>(2 * model_dim * 4), '\0'));
   if (!divisors.empty()) {
     std::string bytes;
     for (float divisor : divisors) bytes += raw(divisor);
@@ -154,7 +161,8 @@ inline std::unique_ptr<Checkpoint> gguf_with(const TempFolder& folder, const nlo
 }
 
 // The action throws Error with this code, whose message is one line that holds every one of the fragments.
-inline void expect_refused(const std::function<void()>& action, ErrorCode code, const std::vector<std::string>& fragments) {
+inline void expect_refused(const std::function<void()>& action, ErrorCode code,
+                           const std::vector<std::string>& fragments) {
   try {
     action();
   } catch (const Error& error) {

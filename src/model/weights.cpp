@@ -24,13 +24,14 @@ HostMatrix row_slice(const HostMatrix& matrix, int64_t begin, int64_t count) {
   return slice;
 }
 
-// GGUF's llama rows lie in the order of interleaved rope pairs: within a head, row 2b + a holds what belongs to pair b's
-// element a. Whole rows move, so it works on quantised ones.
+// GGUF's llama rows lie in the order of interleaved rope pairs: within a head, row 2b + a holds what belongs to element a
+// of pair b. Whole rows move, so it works on quantised ones.
 HostMatrix undo_interleaving(const HostMatrix& matrix, int n_heads) {
   const int64_t code_bytes = row_bytes(matrix.format, matrix.cols);
   const int64_t scale_bytes = row_scale_bytes(matrix.format, matrix.cols);
   const int64_t half = matrix.rows / n_heads / 2;
-  auto storage = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(matrix.rows * (code_bytes + scale_bytes)));
+  auto storage =
+      std::make_shared<std::vector<std::byte>>(static_cast<size_t>(matrix.rows * (code_bytes + scale_bytes)));
   std::byte* codes = storage->data();
   std::byte* scales = codes + matrix.rows * code_bytes;
   for (int64_t head = 0; head < n_heads; ++head)
@@ -58,13 +59,16 @@ bool is_ignorable(std::string_view name) {
 
 class CheckpointSource final : public TensorSource {
  public:
-  CheckpointSource(const Checkpoint& checkpoint, Family family) : checkpoint_(checkpoint), family_(family), names_(checkpoint) {}
+  CheckpointSource(const Checkpoint& checkpoint, Family family)
+      : checkpoint_(checkpoint), family_(family), names_(checkpoint) {}
 
   bool has(Role role, int layer) const override { return checkpoint_.find(name_of(role, layer)) != nullptr; }
 
   HostMatrix matrix(Role role, int layer, int64_t rows, int64_t cols, int64_t stack) override {
-    const bool stacks = role == Role::kExpertDown || role == Role::kExpertGateUp || role == Role::kExpertGate || role == Role::kExpertUp;
-    const std::string expected = stacks ? fmt::format("[{}, {}, {}]", stack, rows, cols) : fmt::format("[{}, {}]", rows, cols);
+    const bool stacks = role == Role::kExpertDown || role == Role::kExpertGateUp || role == Role::kExpertGate ||
+                        role == Role::kExpertUp;
+    const std::string expected =
+        stacks ? fmt::format("[{}, {}, {}]", stack, rows, cols) : fmt::format("[{}, {}]", rows, cols);
     const TensorInfo& tensor = use(role, layer, expected);
     HostMatrix result = matrix_of(checkpoint_, tensor);
     for (const std::string& companion : companions_of(checkpoint_, tensor)) used_.insert(companion);
@@ -107,8 +111,9 @@ class CheckpointSource final : public TensorSource {
       }
     }
     if (!unused.empty())
-      refuse(unused.front(), unused.size() == 1 ? "is used by nothing in this model"
-                                                : fmt::format("and {} others are used by nothing in this model", unused.size() - 1));
+      refuse(unused.front(), unused.size() == 1
+                                 ? "is used by nothing in this model"
+                                 : fmt::format("and {} others are used by nothing in this model", unused.size() - 1));
     return std::move(ignored_);
   }
 
@@ -152,7 +157,8 @@ class Collector {
       HostMatrix projection = matrix(Role::kPerLayerModelProjection, -1, all, width);
       projection.tensor_scale *= static_cast<float>(1 / std::sqrt(static_cast<double>(width)));
       w.per_layer_model_projection = add("per-layer model projection", {projection});
-      w.per_layer_projection_norm = norm("per-layer projection norm", Role::kPerLayerProjectionNorm, -1, config_.per_layer_dim);
+      w.per_layer_projection_norm =
+          norm("per-layer projection norm", Role::kPerLayerProjectionNorm, -1, config_.per_layer_dim);
     }
     for (int i = 0; i < config_.n_layers(); ++i) w.layers.push_back(load_layer(i));
     return std::move(result_);
@@ -173,7 +179,8 @@ class Collector {
       const int64_t n_kv_parts = !spec.owns_cache(i) ? 0 : attention.v_from_k ? 1 : 2;
       const HostMatrix fused = matrix(Role::kQkv, i, q_rows + n_kv_parts * kv_rows, width);
       qkv.push_back(row_slice(fused, 0, q_rows));
-      for (int64_t part = 0; part < n_kv_parts; ++part) qkv.push_back(row_slice(fused, q_rows + part * kv_rows, kv_rows));
+      for (int64_t part = 0; part < n_kv_parts; ++part)
+        qkv.push_back(row_slice(fused, q_rows + part * kv_rows, kv_rows));
     } else {
       qkv.push_back(matrix(Role::kQ, i, q_rows, width));
       if (spec.owns_cache(i)) {
@@ -196,14 +203,16 @@ class Collector {
     if (spec.post_norms) w.post_attention_norm = norm(label("post-attention norm"), Role::kPostAttentionNorm, i, width);
 
     w.ffn_norm = norm(label("ffn norm"), Role::kFfnNorm, i, width);
-    w.gate_up = add(label("gate|up"), {matrix(Role::kGate, i, spec.ffn.dim, width), matrix(Role::kUp, i, spec.ffn.dim, width)});
+    w.gate_up =
+        add(label("gate|up"), {matrix(Role::kGate, i, spec.ffn.dim, width), matrix(Role::kUp, i, spec.ffn.dim, width)});
     w.down = add(label("down"), {matrix(Role::kDown, i, width, spec.ffn.dim)});
     if (spec.post_norms) w.post_ffn_norm = norm(label("post-ffn norm"), Role::kPostFfnNorm, i, width);
     if (spec.ffn.n_experts > 0) load_experts(i, w);
 
     if (config_.per_layer_dim > 0) {
       w.per_layer_gate = add(label("per-layer gate"), {matrix(Role::kPerLayerGate, i, config_.per_layer_dim, width)});
-      w.per_layer_projection = add(label("per-layer projection"), {matrix(Role::kPerLayerProjection, i, width, config_.per_layer_dim)});
+      w.per_layer_projection =
+          add(label("per-layer projection"), {matrix(Role::kPerLayerProjection, i, width, config_.per_layer_dim)});
       w.post_per_layer_norm = norm(label("post-per-layer norm"), Role::kPostPerLayerNorm, i, width);
     }
     if (spec.output_scale) w.output_scale = source_.values(Role::kOutputScale, i, 1).front();
@@ -222,10 +231,12 @@ class Collector {
     // Missing both ways, the usual one is named.
     if (source_.has(Role::kExpertGateUp, i) || !source_.has(Role::kExpertGate, i)) {
       const HostMatrix fused = matrix(Role::kExpertGateUp, i, 2 * ffn.expert_dim, width, ffn.n_experts);
-      w.expert_gate_up = add(label("expert gate|up"), {row_slice(fused, 0, ffn.expert_dim), row_slice(fused, ffn.expert_dim, ffn.expert_dim)});
+      w.expert_gate_up = add(label("expert gate|up"),
+                             {row_slice(fused, 0, ffn.expert_dim), row_slice(fused, ffn.expert_dim, ffn.expert_dim)});
     } else {
-      w.expert_gate_up = add(label("expert gate|up"), {matrix(Role::kExpertGate, i, ffn.expert_dim, width, ffn.n_experts),
-                                                       matrix(Role::kExpertUp, i, ffn.expert_dim, width, ffn.n_experts)});
+      w.expert_gate_up =
+          add(label("expert gate|up"), {matrix(Role::kExpertGate, i, ffn.expert_dim, width, ffn.n_experts),
+                                        matrix(Role::kExpertUp, i, ffn.expert_dim, width, ffn.n_experts)});
     }
     w.expert_down = add(label("expert down"), {matrix(Role::kExpertDown, i, width, ffn.expert_dim, ffn.n_experts)});
     w.post_ffn_norm_1 = norm(label("post-ffn norm 1"), Role::kPostFfnNorm1, i, width);

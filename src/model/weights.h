@@ -1,8 +1,8 @@
 // The tensors of a checkpoint, found by role, checked and folded, as a WeightSet that a backend imports.
 //
 // Folded here, so that no kernel needs a flag: Gemma 3's norm weights + 1, constant factors (router, per-layer
-// projection), the order of rope pairs in GGUF's llama, the joining of q|k|v and of gate and up. An expected tensor that
-// is missing, one of a wrong shape and one that nothing uses are errors that name it.
+// projection), the order of rope pairs in GGUF's llama, the joining of q|k|v and of gate and up. An expected tensor
+// that is missing, one of a wrong shape and one that nothing uses are errors that name it.
 #pragma once
 
 #include <memory>

@@ -1,6 +1,7 @@
-// What: loading finds every tensor of a model, checks its shape and leaves none over; a tensor that is missing, misshapen or
+// What: loading finds every tensor of a model, checks its shape and leaves none over; one that is missing, misshapen or
 //       unknown is named. What is folded at loading is the same whatever the container and the form of the file.
-// How:  the golden models, each with one tensor at a time taken out, reshaped or added; folders against GGUF, value by value.
+// How:  the golden models, each with one tensor at a time taken out, reshaped or added; folders against GGUF, value by
+//       value.
 #include "model/weights.h"
 
 #include <cmath>
@@ -17,7 +18,9 @@ namespace {
 using test::EditedCheckpoint;
 using test::expect_refused;
 
-std::unique_ptr<ModelWeights> load(const Checkpoint& checkpoint) { return load_weights(checkpoint, read_config(checkpoint)); }
+std::unique_ptr<ModelWeights> load(const Checkpoint& checkpoint) {
+  return load_weights(checkpoint, read_config(checkpoint));
+}
 
 // [parts][stack · rows · cols]
 std::vector<std::vector<float>> decoded(const WeightMatrix& matrix) {
@@ -31,7 +34,9 @@ std::vector<std::vector<float>> decoded(const WeightMatrix& matrix) {
   return parts;
 }
 
-const WeightMatrix& matrix_of(const ModelWeights& weights, MatrixRef ref) { return weights.set.matrices.at(static_cast<size_t>(ref.index)); }
+const WeightMatrix& matrix_of(const ModelWeights& weights, MatrixRef ref) {
+  return weights.set.matrices.at(static_cast<size_t>(ref.index));
+}
 const std::vector<float>& values_of(const ModelWeights& weights, VectorRef ref) {
   return weights.set.vectors.at(static_cast<size_t>(ref.index)).values;
 }
@@ -98,7 +103,8 @@ TEST(WeightsTest, EveryMisshapenTensorIsNamedWithBothShapes) {
         ++wrong_shapes.back()[dim];
       }
       if (tensor.shape.size() == 1) wrong_shapes.push_back({1, tensor.shape[0]});
-      if (tensor.shape.size() == 2 && tensor.shape[0] != tensor.shape[1]) wrong_shapes.push_back({tensor.shape[1], tensor.shape[0]});
+      if (tensor.shape.size() == 2 && tensor.shape[0] != tensor.shape[1])
+        wrong_shapes.push_back({tensor.shape[1], tensor.shape[0]});
       for (const std::vector<int64_t>& shape : wrong_shapes) {
         SCOPED_TRACE(fmt::format("{}: {} as [{}]", path, tensor.name, fmt::join(shape, ", ")));
         EditedCheckpoint checkpoint(path);
@@ -116,8 +122,9 @@ TEST(WeightsTest, ATensorThatNothingUsesIsNamed) {
   for (const std::string& path : every_file()) {
     const bool gguf = path.ends_with(".gguf");
     const std::string no_rope = gguf && path.find("gemma3") == std::string::npos ? "extra" : "rope_freqs.weight";
-    for (const std::string& name : {std::string("model.layers.0.self_attn.q_proj.bias"), std::string("blk.0.attn_q.bias"),
-                                    std::string(gguf ? "blk.6.attn_norm.weight" : "model.layers.6.input_layernorm.weight"), no_rope}) {
+    for (const std::string& name :
+         {std::string("model.layers.0.self_attn.q_proj.bias"), std::string("blk.0.attn_q.bias"),
+          std::string(gguf ? "blk.6.attn_norm.weight" : "model.layers.6.input_layernorm.weight"), no_rope}) {
       SCOPED_TRACE(path + " with " + name);
       EditedCheckpoint checkpoint(path);
       checkpoint.add(name, {8});
@@ -130,8 +137,9 @@ TEST(WeightsTest, ATensorThatNothingUsesIsNamed) {
 
 TEST(WeightsTest, PartsThatSeeAndHearAreListedAsIgnored) {
   EditedCheckpoint checkpoint(test::golden_folder("gemma4_dense"));
-  const std::vector<std::string> names = {"model.vision_tower.encoder.layers.0.weight", "model.embed_vision.embedding.weight",
-                                          "model.audio_tower.conv.weight", "model.multi_modal_projector.weight",
+  const std::vector<std::string> names = {"model.vision_tower.encoder.layers.0.weight",
+                                          "model.embed_vision.embedding.weight", "model.audio_tower.conv.weight",
+                                          "model.multi_modal_projector.weight",
                                           "model.layers.0.self_attn.rotary_emb.inv_freq"};
   for (const std::string& name : names) checkpoint.add(name, {3, 5});
   EXPECT_EQ(load(checkpoint)->ignored, names);
@@ -140,7 +148,8 @@ TEST(WeightsTest, PartsThatSeeAndHearAreListedAsIgnored) {
 
 TEST(WeightsTest, WhatASharingLayerNeverUsesIsIgnored) {
   EditedCheckpoint checkpoint(test::golden_folder("gemma4_e2b"));
-  const std::vector<std::string> names = {"model.layers.3.self_attn.k_proj.weight", "model.layers.3.self_attn.v_proj.weight",
+  const std::vector<std::string> names = {"model.layers.3.self_attn.k_proj.weight",
+                                          "model.layers.3.self_attn.v_proj.weight",
                                           "model.layers.3.self_attn.k_norm.weight"};
   for (const std::string& name : names) checkpoint.add(name, {16, 64});
   const std::unique_ptr<ModelWeights> weights = load(checkpoint);
@@ -185,11 +194,13 @@ TEST(WeightsTest, FolderAndGgufGiveTheSameWeights) {
 TEST(WeightsTest, LlamaRowsOfAGgufFileLieInAnotherOrder) {
   BERYL_SKIP_WITHOUT_GGUF();
   const EditedCheckpoint folder(test::golden_folder("llama")), gguf(test::golden_gguf("llama"));
-  const std::vector<float> plain = folder.values("model.layers.1.self_attn.q_proj.weight"), paired = gguf.values("blk.1.attn_q.weight");
+  const std::vector<float> plain = folder.values("model.layers.1.self_attn.q_proj.weight"),
+                           paired = gguf.values("blk.1.attn_q.weight");
   EXPECT_NE(plain, paired);
   // Row 2b + a of a head of 16 is row 8a + b there.
   const auto row = [](const std::vector<float>& values, size_t index) {
-    return std::vector<float>(values.begin() + static_cast<int64_t>(index) * 64, values.begin() + static_cast<int64_t>(index + 1) * 64);
+    return std::vector<float>(values.begin() + static_cast<int64_t>(index) * 64,
+                              values.begin() + static_cast<int64_t>(index + 1) * 64);
   };
   EXPECT_EQ(row(paired, 16 + 2 * 3 + 1), row(plain, 16 + 8 + 3));
   const std::unique_ptr<ModelWeights> weights = load(gguf);
@@ -211,7 +222,8 @@ TEST(WeightsTest, GroupedRowsOfAnInterleavedGgufKeepTheirScales) {
       const auto scale_bytes = static_cast<size_t>(rows * row_scale_bytes(matrix.format, cols));
       auto storage = std::make_shared<std::vector<std::byte>>(code_bytes + scale_bytes);
       if (role == Role::kQ)
-        for (int64_t row = 0; row < rows; ++row) {   // every weight of row r is 1 (code 2), its scale 1 + r / 128 in bf16
+        for (int64_t row = 0; row < rows;
+             ++row) {   // every weight of row r is 1 (code 2), its scale 1 + r / 128 in bf16
           std::fill_n(storage->begin() + row * 64, 64, std::byte{0x22});
           const auto scale = static_cast<uint16_t>(0x3f80 + row);
           std::memcpy(storage->data() + code_bytes + static_cast<size_t>(row) * 2, &scale, 2);
@@ -221,7 +233,9 @@ TEST(WeightsTest, GroupedRowsOfAnInterleavedGgufKeepTheirScales) {
       matrix.storage = std::move(storage);
       return matrix;
     }
-    std::vector<float> values(Role, int, int64_t n) override { return std::vector<float>(static_cast<size_t>(n), 1.0f); }
+    std::vector<float> values(Role, int, int64_t n) override {
+      return std::vector<float>(static_cast<size_t>(n), 1.0f);
+    }
     void ignore(Role, int) override {}
   };
   ModelConfig config;
