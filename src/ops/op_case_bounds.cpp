@@ -450,7 +450,8 @@ class Expecter {
         }
         const double of_terms = std::min(error_sum, kDeviations * std::sqrt(error_squares));
         result.values[t * rows + r] = value;
-        result.errors[t * rows + r] = of_terms + summing(matrix.cols, value, sum, squares) + h.factors[t] * std::abs(value);
+        result.errors[t * rows + r] =
+            of_terms + summing(matrix.cols, value, sum, squares) + h.factors[t] * std::abs(value);
       }
     }
     return result;

@@ -409,7 +409,8 @@ class CaseRunner {
   }
 
   void require_same(const Record& expected, const Record& got, const char* how) {
-    if (const auto where = difference(data_, expected, got)) failures_.add(fmt::format("{} gives other bits: {}", how, *where));
+    if (const auto where = difference(data_, expected, got))
+      failures_.add(fmt::format("{} gives other bits: {}", how, *where));
   }
 
   const Failures& failures() const { return failures_; }
@@ -459,8 +460,8 @@ class CaseRunner {
     const std::vector<std::vector<float>> before = stage.live_rows(input);
     for (size_t slot = 0; slot < before.size(); ++slot)
       if (!before[slot].empty())
-        oracle.executor().write_rows(static_cast<int>(slot), 0, stage.is_tokens(slot) ? input.n_tokens() : input.n_outputs(),
-                                     before[slot].data());
+        oracle.executor().write_rows(static_cast<int>(slot), 0,
+                                     stage.is_tokens(slot) ? input.n_tokens() : input.n_outputs(), before[slot].data());
     const Expected expected = expect(data_, op, placement.limits, input, before, stage.image(), options_.tolerance);
     for (Stage* each : {&stage, &oracle}) {
       each->executor().run({index, index + 1});
@@ -493,7 +494,8 @@ class CaseRunner {
     }
     const double error = std::abs(double{got} - value);
     if (!(error <= bound)) {   // NaN too
-      worst_ = std::max(worst_, bound > 0 && !std::isnan(error) ? error / bound : std::numeric_limits<double>::infinity());
+      worst_ =
+          std::max(worst_, bound > 0 && !std::isnan(error) ? error / bound : std::numeric_limits<double>::infinity());
       fail(fmt::format("{}: got {:.9g}, exact {:.9g}, error {:.3g}, bound {:.3g}", place(), got, value, error, bound));
     } else if (error > 0) {
       worst_ = std::max(worst_, error / bound);
@@ -508,7 +510,8 @@ class CaseRunner {
     const auto slot = static_cast<size_t>(expected.rows.slot);
     const RowsDecl& decl = data_.program.rows[slot];
     for (size_t i = 0; i < expected.values.size(); ++i) {
-      const int64_t row = static_cast<int64_t>(i) / expected.rows.cols, col = static_cast<int64_t>(i) % expected.rows.cols;
+      const int64_t row = static_cast<int64_t>(i) / expected.rows.cols,
+                    col = static_cast<int64_t>(i) % expected.rows.cols;
       const auto at = static_cast<size_t>(row * decl.cols + expected.rows.col + col);
       compare_value(expected.values[i], expected.bounds[i], after[slot][at], exact[slot][at],
                     [&] { return fmt::format("{} row {} column {}", decl.name, row, expected.rows.col + col); });
@@ -620,7 +623,8 @@ class CaseRunner {
       ++n_values_;
       // log p = logit - log Σ exp: the sum's relative error, and the roundings of logit, logarithm and difference.
       const auto compare_logprob = [&](float a, float b) {
-        compare_value(b, (growth(data_.program.vocab) + 16 + 4 * std::abs(double{b})) * u + 0x1p-23 * std::abs(double{b}),
+        compare_value(b,
+                      (growth(data_.program.vocab) + 16 + 4 * std::abs(double{b})) * u + 0x1p-23 * std::abs(double{b}),
                       a, b, [&] { return fmt::format("log-probability of row {}", i); });
       };
       compare_logprob(got[i].logprob, exact[i].logprob);

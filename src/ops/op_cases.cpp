@@ -255,13 +255,18 @@ void add_linears(Table& table) {
   size_t nth = 0;
   for (Format format : kWeightFormats) {
     for (const Shape& shape : kShapes)
-      add_linear(table, {.parts = {{format, shape.rows}}, .cols = cols_near(format, shape.cols), .n_tokens = shape.n_tokens});
+      add_linear(table,
+                 {.parts = {{format, shape.rows}}, .cols = cols_near(format, shape.cols), .n_tokens = shape.n_tokens});
     const int64_t cols = cols_near(format, 320);
     add_linear(table, {.parts = {{format, 33}}, .cols = cols, .n_tokens = 1, .norm = 1, .from_residual = true});
     add_linear(table, {.parts = {{format, 17}}, .cols = cols, .n_tokens = 9, .norm = 2, .from_residual = true,
                        .tensor_scale = 0.37f});
-    add_linear(table, {.parts = {{format, 47}, {format, 47}}, .cols = cols, .n_tokens = 3, .epilogue = Epilogue::kGatedGelu,
-                       .norm = 1, .from_residual = true});
+    add_linear(table, {.parts = {{format, 47}, {format, 47}},
+                       .cols = cols,
+                       .n_tokens = 3,
+                       .epilogue = Epilogue::kGatedGelu,
+                       .norm = 1,
+                       .from_residual = true});
     add_linear(table, {.parts = {{format, 64}, {format, 64}}, .cols = cols, .n_tokens = 12,
                        .epilogue = Epilogue::kGatedSilu});
     add_linear(table, {.parts = {{format, 31}}, .cols = cols, .n_tokens = 5, .epilogue = Epilogue::kGeluTimesOther,
@@ -274,13 +279,20 @@ void add_linears(Table& table) {
     add_linear(table, {.parts = {{format, 24}, {second, 24}}, .cols = 512, .n_tokens = 2,
                        .epilogue = nth % 2 == 0 ? Epilogue::kGatedGelu : Epilogue::kGatedSilu, .norm = 1,
                        .from_residual = true});
-    add_linear(table, {.parts = {{format, 48}, {second, 16}, {third, 9}}, .cols = 256, .n_tokens = static_cast<int>(nth % 9 + 1),
-                       .norm = 1, .from_residual = true});
+    add_linear(table, {.parts = {{format, 48}, {second, 16}, {third, 9}},
+                       .cols = 256,
+                       .n_tokens = static_cast<int>(nth % 9 + 1),
+                       .norm = 1,
+                       .from_residual = true});
     ++nth;
   }
-  add_linear(table, {.parts = {{Format::kQ4_K, 48}, {Format::kQ4_K, 16}, {Format::kQ6_K, 16}}, .cols = 768, .n_tokens = 20,
-                     .norm = 1, .from_residual = true});
-  add_linear(table, {.parts = {{Format::kQ5_0, 48}, {Format::kQ5_0, 16}, {Format::kQ8_0, 16}}, .cols = 640, .n_tokens = 8});
+  add_linear(table, {.parts = {{Format::kQ4_K, 48}, {Format::kQ4_K, 16}, {Format::kQ6_K, 16}},
+                     .cols = 768,
+                     .n_tokens = 20,
+                     .norm = 1,
+                     .from_residual = true});
+  add_linear(table,
+             {.parts = {{Format::kQ5_0, 48}, {Format::kQ5_0, 16}, {Format::kQ8_0, 16}}, .cols = 640, .n_tokens = 8});
 }
 
 void add_embeds(Table& table) {
@@ -526,7 +538,8 @@ void add_add_norm(Table& table, const AddNormSpec& spec) {
     const int64_t margin = spec.sliced ? 32 : 0;
     AddNorm op;
     op.y = builder.input("y", spec.cols + margin).slice(margin, spec.cols);
-    if (spec.base) op.base = builder.input("residual", spec.cols + margin, RowsKind::kResidual).slice(margin, spec.cols);
+    if (spec.base)
+      op.base = builder.input("residual", spec.cols + margin, RowsKind::kResidual).slice(margin, spec.cols);
     op.out = spec.base && spec.in_place ? op.base : builder.slot("out", spec.cols + margin).slice(0, spec.cols);
     const int64_t group = spec.group > 0 ? spec.group : spec.cols;
     if (spec.norm == 1) op.norm = builder.norm(group);
@@ -570,7 +583,8 @@ void add_row_ops(Table& table) {
       add(table, "GatherRows", fmt::format("{}{}", cols, narrows ? ", to activations" : ""), [=](CaseBuilder& builder) {
         GatherRows op;
         op.x = builder.input("residual", cols + 2, RowsKind::kResidual).slice(1, cols);
-        op.out = builder.slot("gathered", cols, narrows ? RowsKind::kActivation : RowsKind::kResidual, RowCount::kOutputs);
+        op.out =
+            builder.slot("gathered", cols, narrows ? RowsKind::kActivation : RowsKind::kResidual, RowCount::kOutputs);
         builder.op(op);
         const std::vector<int> none, several = {0, 2, 5, 6}, last = {3};
         builder.sequence(0, 7, &several);
@@ -606,7 +620,8 @@ void add_routes(Table& table) {
       if (spec.tied) {   // rows 2i and 2i + 1 are equal, so their logits are
         HostMatrix& matrix = builder.data().weights.matrices[0].parts[0];
         const auto row = static_cast<size_t>(row_bytes(matrix.format, matrix.cols));
-        auto bytes = std::make_shared<std::vector<std::byte>>(matrix.codes, matrix.codes + row * static_cast<size_t>(matrix.rows));
+        auto bytes = std::make_shared<std::vector<std::byte>>(matrix.codes,
+                                                              matrix.codes + row * static_cast<size_t>(matrix.rows));
         for (size_t r = 1; r < static_cast<size_t>(matrix.rows); r += 2)
           std::copy_n(bytes->begin() + static_cast<std::ptrdiff_t>((r - 1) * row), row,
                       bytes->begin() + static_cast<std::ptrdiff_t>(r * row));
@@ -623,6 +638,24 @@ void add_routes(Table& table) {
       builder.op(op);
       builder.tokens(spec.n_tokens);
     });
+}
+
+// Different experts within a token; most tokens choose the same few, so that some experts have many and some none.
+CaseBuilder::Fill random_routes(int n_experts, int top_k) {
+  return [n_experts, top_k](RandomStream& random, int64_t n, int64_t cols, std::vector<float>& values) {
+    for (int64_t t = 0; t < n; ++t) {
+      float* routes = values.data() + t * cols;
+      const int first = random.below(3) == 0 ? random.below(n_experts) : 1;
+      std::vector<bool> taken(static_cast<size_t>(n_experts));
+      for (int i = 0; i < top_k; ++i) {
+        int expert = (first + 2 * i) % n_experts;
+        while (taken[static_cast<size_t>(expert)]) expert = (expert + 1) % n_experts;
+        taken[static_cast<size_t>(expert)] = true;
+        routes[i] = static_cast<float>(expert);
+        routes[top_k + i] = random.between(0.05f, 1.0f);
+      }
+    }
+  };
 }
 
 void add_experts(Table& table) {
@@ -653,28 +686,13 @@ void add_experts(Table& table) {
                     info(spec.down).name, spec.top_k, spec.n_experts, spec.cols, spec.expert_dim, spec.n_tokens),
         [spec](CaseBuilder& builder) {
           Experts op;
-          op.gate_up = builder.matrix({{spec.gate, spec.expert_dim}, {spec.up, spec.expert_dim}}, spec.cols, spec.n_experts);
+          op.gate_up =
+              builder.matrix({{spec.gate, spec.expert_dim}, {spec.up, spec.expert_dim}}, spec.cols, spec.n_experts);
           op.down = builder.matrix({{spec.down, spec.cols}}, spec.expert_dim, spec.n_experts);
           op.x = builder.input("residual", spec.cols, RowsKind::kResidual);
           if (spec.normed) op.norm = builder.norm(spec.cols);
-          // Different experts within a token; tokens choose from few, so that most experts have several or none.
           op.routes = builder.input("routes", 2 * spec.top_k, RowsKind::kResidual, RowCount::kTokens,
-                                    [spec](RandomStream& random, int64_t n, int64_t cols, std::vector<float>& values) {
-                                      for (int64_t t = 0; t < n; ++t) {
-                                        float* routes = values.data() + t * cols;
-                                        const int first = random.below(3) == 0 ? random.below(spec.n_experts) : 1;
-                                        for (int i = 0; i < spec.top_k; ++i) {
-                                          routes[i] = static_cast<float>((first + 2 * i + (2 * i) / spec.n_experts) % spec.n_experts);
-                                          routes[spec.top_k + i] = random.between(0.05f, 1.0f);
-                                        }
-                                        for (int i = 0; i < spec.top_k; ++i)   // no expert twice, whatever the counts
-                                          for (int j = 0; j < i; ++j)
-                                            if (routes[i] == routes[j]) {
-                                              routes[i] = static_cast<float>((static_cast<int>(routes[i]) + 1) % spec.n_experts);
-                                              j = -1;
-                                            }
-                                      }
-                                    });
+                                    random_routes(spec.n_experts, spec.top_k));
           op.y = builder.slot("y", spec.cols);
           op.top_k = spec.top_k;
           op.expert_dim = spec.expert_dim;
@@ -688,7 +706,8 @@ void add_experts(Table& table) {
 // Logits of order 4, from few distinct values when tied.
 CaseBuilder::Fill random_logits(bool tied) {
   return [tied](RandomStream& random, int64_t, int64_t, std::vector<float>& values) {
-    for (float& value : values) value = tied ? static_cast<float>(random.below(7)) : random.between(-6, 6) + random.between(-4, 4);
+    for (float& value : values)
+      value = tied ? static_cast<float>(random.below(7)) : random.between(-6, 6) + random.between(-4, 4);
   };
 }
 
@@ -709,7 +728,8 @@ void add_sample(Table& table, const std::string& what, int64_t vocab, int n_rows
           if (j % 30 == 0) sequence.reply.insert(sequence.reply.end(), 3, id);
         }
     }
-    for (int i = 0; i < 2; ++i) builder.neighbour(9 + i, 1).sampling = {params(builder.data(), builder.random(), n_rows + i)};
+    for (int i = 0; i < 2; ++i)
+      builder.neighbour(9 + i, 1).sampling = {params(builder.data(), builder.random(), n_rows + i)};
     if (change) change(builder.data());
   });
 }
@@ -758,17 +778,19 @@ void add_samples(Table& table) {
     for (uint32_t& word : mask) word = i == 0 ? 0 : static_cast<uint32_t>(random.bits() & random.bits());
     mask[1002 / 32] |= 1u << (1002 % 32);   // row 0 allows the last token only
     data.masks.push_back(std::move(mask));
-    return seeded(random, {.temperature = i % 2 == 0 ? 1.0f : 0.0f, .n_logprobs = 1, .allowed = data.masks.back().data()});
+    return seeded(random,
+                  {.temperature = i % 2 == 0 ? 1.0f : 0.0f, .n_logprobs = 1, .allowed = data.masks.back().data()});
   });
   add_sample(table, "everything banned", 100, 3, false, false, [seeded](CaseData&, Random& random, int i) {
     SampleParams params{.temperature = 1};
     for (int id = 0; id < 100 && i == 1; ++id) params.logit_bias.emplace_back(id, -kInfinity);
     return seeded(random, params);
   });
-  add_sample(table, "NaN in one row", 1003, 4, false, false, same({.temperature = 1, .n_logprobs = 1}), [](CaseData& data) {
-    data.sequences[1].rows[0][1002] = std::numeric_limits<float>::quiet_NaN();
-    data.sequences[2].rows[0][17] = -kInfinity;   // a logit of -infinity is a ban, not an error
-  });
+  add_sample(table, "NaN in one row", 1003, 4, false, false, same({.temperature = 1, .n_logprobs = 1}),
+             [](CaseData& data) {
+               data.sequences[1].rows[0][1002] = std::numeric_limits<float>::quiet_NaN();
+               data.sequences[2].rows[0][17] = -kInfinity;  // a logit of -infinity is a ban, not an error
+             });
   add_sample(table, "every row its own parameters", 1003, 8, false, true, [seeded](CaseData&, Random& random, int i) {
     SampleParams params;
     if (i % 4 > 0) params.temperature = 0.5f + 0.25f * static_cast<float>(i);
@@ -810,10 +832,12 @@ void add_replay(Table& table, const std::string& what, int n_steps, const Geomet
     std::vector<PartSpec> qkv_parts = {{Format::kQ4_0, q_cols}, {Format::kQ4_0, kv_cols}};
     if (n_parts == 2) qkv_parts.push_back({Format::kQ8_0, kv_cols});
     builder.op(Embed{table_matrix, residual, 8});
-    builder.op(Linear{.weight = builder.matrix(qkv_parts, dim), .x = residual, .norm = builder.norm(dim), .y = finish.qkv});
+    builder.op(
+        Linear{.weight = builder.matrix(qkv_parts, dim), .x = residual, .norm = builder.norm(dim), .y = finish.qkv});
     builder.op(finish);
     builder.op(Attention{finish.qkv.slice(0, q_cols), attended, geometry.n_heads, cache, geometry.scale / 2, 0});
-    builder.op(Linear{.weight = builder.matrix({{Format::kBf16, dim}}, q_cols), .x = attended, .norm = {}, .y = projected});
+    builder.op(
+        Linear{.weight = builder.matrix({{Format::kBf16, dim}}, q_cols), .x = attended, .norm = {}, .y = projected});
     builder.op(AddNorm{residual, residual, projected, builder.norm(dim), 0, 1});
     builder.op(GatherRows{residual, gathered});
     builder.op(Linear{.weight = builder.matrix({{Format::kQ8_0, vocab}}, dim), .x = gathered, .norm = builder.norm(dim),
@@ -839,9 +863,10 @@ void add_replay(Table& table, const std::string& what, int n_steps, const Geomet
 
 void add_steps(Table& table) {
   add_replay(table, "greedy, 3 runs with one input", 3, kGeometries[8], {0, 62, 63, 200}, {.n_logprobs = 2}, false);
-  add_replay(table, "sampled with penalties, 4 runs with one input", 4, kGeometries[8], {5, 126, 127},
-             {.temperature = 1.5f, .top_k = 50, .repetition_penalty = 1.5f, .presence_penalty = 1, .frequency_penalty = 1},
-             false);
+  add_replay(
+      table, "sampled with penalties, 4 runs with one input", 4, kGeometries[8], {5, 126, 127},
+      {.temperature = 1.5f, .top_k = 50, .repetition_penalty = 1.5f, .presence_penalty = 1, .frequency_penalty = 1},
+      false);
   add_replay(table, "ring, 3 runs with one input", 3, kGeometries[4], {511, 510, 1300}, {.temperature = 1}, false);
   add_replay(table, "keys and values from one vector, 3 runs with one input", 3, kGeometries[1], {62, 0},
              {.temperature = 1}, false);
@@ -855,7 +880,8 @@ void add_steps(Table& table) {
       const QkvFinish finish = make_finish(builder, geometry, false, cache);
       const int64_t q_cols = int64_t{geometry.n_heads} * geometry.head_dim;
       const QkvFinish sharing = make_finish(builder, geometry, true, cache);
-      const Rows first = builder.slot("attended", q_cols), second = builder.slot("attended by the sharing layer", q_cols);
+      const Rows first = builder.slot("attended", q_cols),
+                 second = builder.slot("attended by the sharing layer", q_cols);
       const float scale = geometry.normed ? 1 / std::sqrt(static_cast<float>(geometry.head_dim)) : geometry.scale;
       builder.op(finish);
       builder.op(Attention{finish.qkv.slice(0, q_cols), first, geometry.n_heads, cache, scale, 0});

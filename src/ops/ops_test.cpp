@@ -248,7 +248,9 @@ TEST(WrongBackends, AKeyAfterTheTokenIsFound) {
 }
 
 TEST(WrongBackends, AKeyInAnotherPlaceIsFound) {
-  EXPECT_NE(message_for(kFinish, {.in_input = [](StepInput& input) { std::swap(input.positions[1], input.positions[2]); }}), "");
+  EXPECT_NE(
+      message_for(kFinish, {.in_input = [](StepInput& input) { std::swap(input.positions[1], input.positions[2]); }}),
+      "");
 }
 
 TEST(WrongBackends, AStrayCacheRowIsFound) {
@@ -362,7 +364,8 @@ class ByHand : public testing::Test {
   void expect_row(int slot, const std::vector<double>& expected) {
     std::vector<float> got(static_cast<size_t>(program_.rows[static_cast<size_t>(slot)].cols));
     executor_->read_rows(slot, 0, 1, got.data());
-    for (size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-6 * std::abs(expected[i]) + 1e-9) << i;
+    for (size_t i = 0; i < expected.size(); ++i)
+      EXPECT_NEAR(got[i], expected[i], 1e-6 * std::abs(expected[i]) + 1e-9) << i;
   }
   void expect_cached(CachePart part, int row, const std::vector<double>& expected) {
     std::vector<float> got(expected.size());

@@ -19,7 +19,8 @@ class LayerProgram {
     program.weights = &weights;
     program.vocab = 300;
     program.n_layers = 1;
-    const int residual = slot("residual", 64, RowsKind::kResidual), qkv = slot("qkv", 128), attended = slot("attended", 64);
+    const int residual = slot("residual", 64, RowsKind::kResidual), qkv = slot("qkv", 128),
+              attended = slot("attended", 64);
     const int gated = slot("gated", 96), y = slot("y", 64), routes = slot("routes", 4);
     const int last = slot("last", 64, RowsKind::kResidual, RowCount::kOutputs);
     const int logits = slot("logits", 300, RowsKind::kLogits, RowCount::kOutputs);
@@ -32,8 +33,8 @@ class LayerProgram {
     const auto rows = [this](int slot) { return Rows{slot, 0, program.rows[static_cast<size_t>(slot)].cols}; };
 
     op(-1, Embed{matrix("embedding", {{Format::kQ8_0, 300}}, 64), rows(residual), 8});
-    op(0, Linear{matrix("qkv", {{Format::kQ4_0, 64}, {Format::kQ4_0, 32}, {Format::kQ8_0, 32}}, 64), rows(residual), norm,
-                 rows(qkv)});
+    op(0, Linear{matrix("qkv", {{Format::kQ4_0, 64}, {Format::kQ4_0, 32}, {Format::kQ8_0, 32}}, 64), rows(residual),
+                 norm, rows(qkv)});
     QkvFinish finish{rows(qkv), 4, 2, 16, head_norm, head_norm, {true, {}, 1e-6f}, false, 0, 0};
     op(0, finish);
     op(0, Attention{rows(qkv).slice(0, 64), rows(attended), 4, 0, 0.25f, 50});
@@ -41,11 +42,19 @@ class LayerProgram {
     op(0, AddNorm{rows(residual), rows(residual), rows(y), norm, 0, 0.5f});
     op(0, Linear{matrix("gate up", {{Format::kQ4_0, 96}, {Format::kQ4_0, 96}}, 64), rows(residual), norm, rows(gated),
                  Epilogue::kGatedGelu});
-    op(0, Route{rows(residual), {true, {}, 1e-6f}, matrix("router", {{Format::kF32, 8}}, 64), expert_scale, rows(routes), 8, 2});
-    op(0, Experts{rows(residual), norm, rows(routes), matrix("experts gate up", {{Format::kQ4_0, 32}, {Format::kQ4_0, 32}}, 64, 8),
+    op(0, Route{rows(residual),
+                {true, {}, 1e-6f},
+                matrix("router", {{Format::kF32, 8}}, 64),
+                expert_scale,
+                rows(routes),
+                8,
+                2});
+    op(0, Experts{rows(residual), norm, rows(routes),
+                  matrix("experts gate up", {{Format::kQ4_0, 32}, {Format::kQ4_0, 32}}, 64, 8),
                   matrix("experts down", {{Format::kQ8_0, 64}}, 32, 8), rows(y), 2, 32});
     op(1, GatherRows{rows(residual), rows(last)});
-    op(1, Linear{matrix("head", {{Format::kFp8, 300}}, 64), rows(last), norm, rows(logits), Epilogue::kSoftcap, {}, 30});
+    op(1,
+       Linear{matrix("head", {{Format::kFp8, 300}}, 64), rows(last), norm, rows(logits), Epilogue::kSoftcap, {}, 30});
     op(1, Sample{rows(logits)});
     op(1, Advance{});
     op(1, CopyPages{});
@@ -62,9 +71,11 @@ class LayerProgram {
     program.rows.push_back({name, cols, kind, count});
     return static_cast<int>(program.rows.size()) - 1;
   }
-  MatrixRef matrix(const char* name, const std::vector<std::pair<Format, int64_t>>& parts, int64_t cols, int64_t stack = 1) {
+  MatrixRef matrix(const char* name, const std::vector<std::pair<Format, int64_t>>& parts, int64_t cols,
+                   int64_t stack = 1) {
     WeightMatrix matrix{name, {}};
-    for (const auto& [format, rows] : parts) matrix.parts.push_back(random_matrix(format, rows, cols, stack, 1, 2).matrix);
+    for (const auto& [format, rows] : parts)
+      matrix.parts.push_back(random_matrix(format, rows, cols, stack, 1, 2).matrix);
     weights.matrices.push_back(std::move(matrix));
     return {static_cast<int>(weights.matrices.size()) - 1};
   }
@@ -169,7 +180,9 @@ TEST(Costs, BytesAreWeightsOnceAndTheLiveCache) {
 
 TEST(Costs, FlopsAreTwoAMultiplication) {
   const LayerProgram layer;
-  const auto count = [&](size_t index, const StepShape& shape) { return flops(layer.program.ops[index], layer.program, shape); };
+  const auto count = [&](size_t index, const StepShape& shape) {
+    return flops(layer.program.ops[index], layer.program, shape);
+  };
   const StepShape prefill{10, 1, 0};
   EXPECT_EQ(count(0, prefill), 0);
   EXPECT_EQ(count(1, prefill), 10 * 2 * 128 * 64);
@@ -182,26 +195,27 @@ TEST(Costs, FlopsAreTwoAMultiplication) {
 }
 
 TEST(ToText, SaysEachOpInOneLine) {
-  EXPECT_EQ(to_text(LayerProgram().program),
-            "before the layers\n"
-            "  Embed      residual[64] = 'embedding' (300 q8_0 × 64)[ids] · 8\n"
-            "layer 0\n"
-            "  Linear     qkv[128] = 'qkv' (64 q4_0 | 32 q4_0 | 32 q8_0 × 64) · norm(residual[64])\n"
-            "  QkvFinish  qkv[128]: 4 q heads × 16 normed, rope 0; 2 k heads normed, v = v normed → cache 'layer 0'\n"
-            "  Attention  attended[64] = attention(qkv[0:64], cache 'layer 0'), 4 q on 2 kv heads × 16, window 128, "
-            "scale 0.25, softcap 50\n"
-            "  Linear     y[64] = 'o' (64 bf16 × 64) · attended[64]\n"
-            "  AddNorm    residual[64] = (residual[64] + norm(y[64])) · 0.5\n"
-            "  Linear     gated[96] = gelu(gate) · up, gate|up = 'gate up' (96 q4_0 | 96 q4_0 × 64) · norm(residual[64])\n"
-            "  Route      routes[4] = top 2 of softmax('router' (8 f32 × 64) · norm(residual[64], no weight))\n"
-            "  Experts    y[64] = Σ g · 'experts down' (8 × 64 q8_0 × 32) · gelu-gated 'experts gate up' "
-            "(8 × 32 q4_0 | 32 q4_0 × 64) · norm(residual[64]), 2 routes each\n"
-            "after the layers\n"
-            "  GatherRows last[64] = residual[64][output rows]\n"
-            "  Linear     logits[300] = softcap_30('head' (300 fp8 × 64) · norm(last[64]))\n"
-            "  Sample     ids = sample(logits[300])\n"
-            "  Advance    ids → next step's input, positions + 1\n"
-            "  CopyPages  copy cache pages\n");
+  EXPECT_EQ(
+      to_text(LayerProgram().program),
+      "before the layers\n"
+      "  Embed      residual[64] = 'embedding' (300 q8_0 × 64)[ids] · 8\n"
+      "layer 0\n"
+      "  Linear     qkv[128] = 'qkv' (64 q4_0 | 32 q4_0 | 32 q8_0 × 64) · norm(residual[64])\n"
+      "  QkvFinish  qkv[128]: 4 q heads × 16 normed, rope 0; 2 k heads normed, v = v normed → cache 'layer 0'\n"
+      "  Attention  attended[64] = attention(qkv[0:64], cache 'layer 0'), 4 q on 2 kv heads × 16, window 128, "
+      "scale 0.25, softcap 50\n"
+      "  Linear     y[64] = 'o' (64 bf16 × 64) · attended[64]\n"
+      "  AddNorm    residual[64] = (residual[64] + norm(y[64])) · 0.5\n"
+      "  Linear     gated[96] = gelu(gate) · up, gate|up = 'gate up' (96 q4_0 | 96 q4_0 × 64) · norm(residual[64])\n"
+      "  Route      routes[4] = top 2 of softmax('router' (8 f32 × 64) · norm(residual[64], no weight))\n"
+      "  Experts    y[64] = Σ g · 'experts down' (8 × 64 q8_0 × 32) · gelu-gated 'experts gate up' "
+      "(8 × 32 q4_0 | 32 q4_0 × 64) · norm(residual[64]), 2 routes each\n"
+      "after the layers\n"
+      "  GatherRows last[64] = residual[64][output rows]\n"
+      "  Linear     logits[300] = softcap_30('head' (300 fp8 × 64) · norm(last[64]))\n"
+      "  Sample     ids = sample(logits[300])\n"
+      "  Advance    ids → next step's input, positions + 1\n"
+      "  CopyPages  copy cache pages\n");
 }
 
 TEST(ToText, SharingAndGlobalLayersSaySo) {

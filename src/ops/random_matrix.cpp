@@ -136,7 +136,8 @@ bool has_mins(Format format) {
 
 }  // namespace
 
-RandomMatrix random_matrix(Format format, int64_t rows, int64_t cols, int64_t stack, float tensor_scale, uint64_t seed) {
+RandomMatrix random_matrix(Format format, int64_t rows, int64_t cols, int64_t stack, float tensor_scale,
+                           uint64_t seed) {
   BERYL_CHECK(fits(format, cols), "random_matrix: rows are whole blocks");
   RandomStream random(seed);
   const FormatInfo& entry = info(format);

@@ -27,7 +27,7 @@ class RandomStream {
 
 struct RandomMatrix {
   HostMatrix matrix;        // owns its storage; codes lie at an odd address for odd seeds, as a file may have them
-  HostMatrix without_mins;  // the same with every block's min zeroed: w0, so |w0| + |w - w0| bounds what w is the sum of
+  HostMatrix without_mins;  // the same with every block's min zeroed: |w0| + |w - w0| bounds what w is the sum of
 };
 
 // Weights are of the order 2 / sqrt(cols), so that a product with inputs of order 1 is of order 1. One scale in

@@ -20,7 +20,8 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-Sampled sample(const std::vector<float>& logits, const SampleParams& params, const std::vector<uint32_t>& history = {}) {
+Sampled sample(const std::vector<float>& logits, const SampleParams& params,
+               const std::vector<uint32_t>& history = {}) {
   SampleScratch scratch;
   return sample_row(logits.data(), static_cast<int64_t>(logits.size()), params,
                     history.empty() ? nullptr : history.data(), scratch);
@@ -270,7 +271,8 @@ TEST(Sample, PenaltiesReachPromptAndReplyAsStated) {
 TEST(Sample, LogProbabilitiesAreOfTheUnmodifiedLogits) {
   // Probabilities 1/8, 5/8, 2/8; the bias makes the first one win.
   const std::vector<float> logits = {0, std::log(5.0f), std::log(2.0f)};
-  const Sampled sampled = sample(logits, {.temperature = 0, .n_logprobs = 2, .logit_bias = {{0, 100}, {1, -kInfinity}}});
+  const Sampled sampled =
+      sample(logits, {.temperature = 0, .n_logprobs = 2, .logit_bias = {{0, 100}, {1, -kInfinity}}});
   EXPECT_EQ(sampled.id, 0);
   EXPECT_NEAR(sampled.logprob, std::log(0.125), 1e-6);
   ASSERT_EQ(sampled.top.size(), 2u);
