@@ -14,6 +14,7 @@
 
 #include "cpu/math-inl.h"
 #include "cpu/tile-inl.h"
+#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace beryl {
@@ -90,12 +91,21 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
       key = w.padded_keys;
       stride = padded;
     }
+    // Rows of one head lie apart, and the values are needed right after the scores.
+    const float* value = cache_row(task, task.values, position);
+    const auto prefetch_rows = [&](const float* rows, int64_t begin, int64_t end) HWY_ATTR {
+      for (int64_t row = begin; row < std::min(end, n_in_page); ++row)
+        for (int64_t c = 0; c < task.head_dim; c += 16) hwy::Prefetch(rows + row * task.row_stride + c);
+    };
     int64_t i = 0;
-    for (; i + kRowTile <= n_in_page; i += kRowTile)
+    for (; i + kRowTile <= n_in_page; i += kRowTile) {
+      prefetch_rows(value, i, i + kRowTile);
+      prefetch_rows(cache_row(task, task.keys, position), i + kRowTile, i + 2 * kRowTile);
       for (int64_t tile = 0; tile < n_tiles; ++tile)
         multiply_strided_tile(key + i * stride, stride, 16, w.q + tile * kTokenTile * padded, padded / 16,
                               tile_rows(n_rows, tile), w.scores + tile * kTokenTile * task.split_keys + m + i,
                               task.split_keys);
+    }
     for (; i < n_in_page; ++i)
       for (int64_t row = 0; row < n_rows; ++row) {
         const int64_t tile = row / kTokenTile;

@@ -263,7 +263,9 @@ class CpuExecutor final : public HostExecutor<float> {
       job.first_item = n_items;
       n_items += job.n_row_blocks * job.n_token_blocks;
     }
-    pool_.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int thread) {
+    // Long matrices in longer stretches: each begins with weights that nothing has prefetched.
+    const int64_t chunk = std::max<int64_t>(1, n_items / (n_threads * 16));
+    pool_.parallel_for(n_items, chunk, [&](int64_t begin, int64_t end, int thread) {
       float* panel = thread_scratch(kPanels, sizes_.panels, thread);
       for (int64_t item = begin; item < end; ++item) {
         const Job& job = *(std::upper_bound(jobs_.begin(), jobs_.end(), item,
@@ -273,7 +275,8 @@ class CpuExecutor final : public HostExecutor<float> {
         const int64_t token_block = (item - job.first_item) % job.n_token_blocks;
         const int64_t n_tiles = job.product.x.n_tiles();
         run_product(job.product, row_block * job.block_rows, std::min((row_block + 1) * job.block_rows, job.n_rows),
-                    n_tiles * token_block / job.n_token_blocks, n_tiles * (token_block + 1) / job.n_token_blocks, panel);
+                    n_tiles * token_block / job.n_token_blocks, n_tiles * (token_block + 1) / job.n_token_blocks,
+                    panel);
       }
     });
     jobs_.clear();

@@ -39,13 +39,9 @@ void pack(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& 
 
 // ---- few tokens: decode in registers ------------------------------------------------------------------------------
 
-// Rows lie one behind the other in memory, so a fixed distance ahead is always the right place. The hardware's own
-// prefetcher stops at the end of a 4 KB page, and mapped files come in such pages.
-constexpr int kPrefetchBytes = 2048;
-template <int kBytes>
-HWY_INLINE void prefetch_ahead(const uint8_t* from) {
-  for (int offset = 0; offset < kBytes; offset += 64) hwy::Prefetch(from + kPrefetchBytes + offset);
-}
+// Rows that are decoded side by side are read here and there, and the hardware's prefetcher loses track of them. So the
+// next group of rows is fetched in plain address order while this one is computed: twice the speed of cold weights.
+constexpr int64_t kLeastPrefetchBytes = 4096;
 
 // Rows that are decoded side by side, so that their chains of sums overlap; limited by the registers.
 template <int kTokens>
@@ -70,6 +66,7 @@ template <class Codec, int kTokens>
 HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_rows, const float* x_begin, float* z) {
   constexpr int kRows = kSideBySide<kTokens>;
   constexpr int kColumns = 32 * Codec::kUnits;
+  const int64_t ahead = std::max(kRows * view.code_stride, kLeastPrefetchBytes);
   for (int64_t r0 = 0; r0 < n_rows; r0 += kRows) {
     const uint8_t* codes[kRows];
     const uint8_t* row_scales[kRows];
@@ -81,12 +78,12 @@ HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_
       for (int t = 0; t < kTokens; ++t) sums[r][t] = zero16();
     }
     const float* x = x_begin;
+    const uint8_t* next_group = codes[0] + ahead;
     typename Codec::Scales scales[kRows];
     for (int64_t block = 0; block < view.cols / kColumns; ++block) {
-      for (int r = 0; r < kRows; ++r) {
-        prefetch_ahead<Codec::kCodeBytes>(codes[r]);
-        scales[r] = Codec::prepare(codes[r], row_scales[r]);
-      }
+      for (int offset = 0; offset < kRows * Codec::kCodeBytes; offset += 64) hwy::Prefetch(next_group + offset);
+      next_group += kRows * Codec::kCodeBytes;
+      for (int r = 0; r < kRows; ++r) scales[r] = Codec::prepare(codes[r], row_scales[r]);
       dot_units<Codec, 0, kRows, kTokens>(codes, scales, x, sums);
       for (int r = 0; r < kRows; ++r) {
         codes[r] += Codec::kCodeBytes;
