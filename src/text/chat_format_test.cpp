@@ -98,18 +98,17 @@ TEST(ChatFormat, EqualsTheTemplatesOnEveryRecordedCase) {
 }
 
 TEST(ChatFormat, Gemma4IdsEqualTheRecordedSequence) {
-  const auto path = test::vocabulary_file("gemma4");
-  if (!std::filesystem::exists(path)) GTEST_SKIP() << path << " does not exist";
-  const auto checkpoint = open_checkpoint(path.string());
-  const auto tokenizer = load_tokenizer(*checkpoint);
-  const auto format = detect_chat_format(*checkpoint, *tokenizer);
+  const test::RealModel* model = test::real_model("gemma4");
+  if (model == nullptr) GTEST_SKIP() << test::vocabulary_file("gemma4") << " does not exist";
+  const auto format = detect_chat_format(*model->checkpoint, *model->tokenizer);
   ASSERT_TRUE(format);
   EXPECT_EQ(format->family, ChatFamily::kGemma4);
   EXPECT_TRUE(format->empty_thought);
   EXPECT_TRUE(format->warnings.empty());
   const ChatPrompt prompt = format_chat(*format, user("The capital of France is"), {});
-  EXPECT_EQ(encode_prompt(*tokenizer, prompt), (std::vector<int32_t>{2, 105, 2364, 107, 818, 5279, 529, 7001, 563, 106,
-                                                                     107, 105, 4368, 107, 100, 45518, 107, 101}));
+  EXPECT_EQ(encode_prompt(*model->tokenizer, prompt),
+            (std::vector<int32_t>{2, 105, 2364, 107, 818, 5279, 529, 7001, 563, 106, 107, 105, 4368, 107, 100, 45518,
+                                  107, 101}));
 }
 
 // Where the prompt is one that any tokenizer would read alike, pieces give the ids of the joined text.
@@ -121,9 +120,9 @@ TEST(ChatFormat, PiecesGiveTheIdsOfTheWholeText) {
                                                        {"gemma3", {"gemma3"}},
                                                        {"llama3", {"llama3.1", "llama3.2"}},
                                                        {"smollm2", {"smollm2"}}}) {
-    const auto path = test::vocabulary_file(vocabulary);
-    if (!std::filesystem::exists(path)) continue;
-    const auto tokenizer = load_tokenizer(*open_checkpoint(path.string()));
+    const test::RealModel* model = test::real_model(vocabulary);
+    if (model == nullptr) continue;
+    const Tokenizer* tokenizer = model->tokenizer.get();
     for (const std::string& name : names)
       for (const auto& [case_name, expected] : golden["rendered"][name].items()) {
         if (expected.is_object()) continue;
@@ -185,12 +184,11 @@ TEST(ChatFormat, RealVocabulariesKeepUserTextText) {
       {"smollm2", {"<|im_start|>", "<|im_end|>", "<|endoftext|>"}}};
   int n_loaded = 0;
   for (const auto& [name, texts] : spelled) {
-    const auto path = test::vocabulary_file(name);
-    if (!std::filesystem::exists(path)) continue;
+    const test::RealModel* model = test::real_model(name);
+    if (model == nullptr) continue;
     ++n_loaded;
-    const auto checkpoint = open_checkpoint(path.string());
-    const auto tokenizer = load_tokenizer(*checkpoint);
-    const auto format = detect_chat_format(*checkpoint, *tokenizer);
+    const Tokenizer* tokenizer = model->tokenizer.get();
+    const auto format = detect_chat_format(*model->checkpoint, *tokenizer);
     ASSERT_TRUE(format) << name;
     for (const std::string& text : texts) {
       const int32_t id = tokenizer->find_token(text).value();
@@ -394,7 +392,8 @@ TEST(ChatFormat, SchemasThatCanNotBeExpressedAreReported) {
       Json::parse(R"([{"type":"function","function":{"name":"f","description":"d","parameters":{"type":"object",
     "properties":{"a":{"anyOf":[{"type":"string"},{"type":"null"}]},"b":{"$ref":"#/$defs/x"},
     "c":{"type":["string","null"]},"d":{"type":"object","additionalProperties":false},
-    "e":{"type":"integer","enum":[1,2]},"g":{"type":"array","items":{"type":"object","properties":{"k":{"type":"string"}},"required":["k"]}}},
+    "e":{"type":"integer","enum":[1,2]},
+    "g":{"type":"array","items":{"type":"object","properties":{"k":{"type":"string"}},"required":["k"]}}},
     "$defs":{}}}}])");
   const ChatPrompt prompt = format_chat({.family = ChatFamily::kGemma4}, user("x"), options);
   const std::string all = fmt::format("{}", prompt.warnings);

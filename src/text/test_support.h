@@ -15,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "text/tokenizer.h"
 #include "weights/checkpoint.h"
 
 namespace beryl::test {
@@ -115,6 +116,27 @@ inline std::filesystem::path vocabulary_file(const std::string& name) {
   if (name == "gemma4") return folder / "ggml-vocab-gemma-4.gguf";
   if (name == "llama3") return folder / "ggml-vocab-llama-bpe.gguf";
   return folder / "ggml-vocab-gpt-2.gguf";
+}
+
+// A real vocabulary and the file that it is from.
+struct RealModel {
+  std::unique_ptr<Checkpoint> checkpoint;
+  std::unique_ptr<Tokenizer> tokenizer;   // null only if the file has none
+};
+
+// Loaded once a process; null when the file is absent.
+inline const RealModel* real_model(const std::string& name) {
+  static std::map<std::string, std::unique_ptr<RealModel>> loaded;
+  if (!loaded.contains(name)) {
+    const auto path = vocabulary_file(name);
+    loaded[name] = nullptr;
+    if (std::filesystem::exists(path)) {
+      auto checkpoint = open_checkpoint(path.string());
+      auto tokenizer = load_tokenizer(*checkpoint);
+      loaded[name] = std::make_unique<RealModel>(RealModel{std::move(checkpoint), std::move(tokenizer)});
+    }
+  }
+  return loaded[name].get();
 }
 
 // What a call throws, "" when it does not.

@@ -126,6 +126,7 @@ Tokenizer::Tokenizer(TokenizerParts parts) : parts_(std::move(parts)) {
   if (!parts_.bos_id) parts_.adds_bos = false;
 
   byte_ids_.fill(-1);
+  newlines_stand_alone_ = !parts_.byte_level;
   if (!parts_.scores.empty()) {
     if (parts_.scores.size() != vocabulary.size())
       throw bad(fmt::format("{} scores for {} tokens", parts_.scores.size(), vocabulary.size()));
@@ -140,6 +141,8 @@ Tokenizer::Tokenizer(TokenizerParts parts) : parts_(std::move(parts)) {
       byte_ids_[*byte] = id;
     }
     const bool control = type == TokenType::kControl || type == TokenType::kUnknown;
+    if (!control && text.find('\n') != std::string_view::npos && text.find_first_not_of('\n') != std::string_view::npos)
+      newlines_stand_alone_ = false;
     if ((control || type == TokenType::kUserDefined) && !text.empty()) {
       if (text.size() > kLongestSpecialBytes)
         throw bad(fmt::format("special token {} has {} bytes, at most {} are supported", id, text.size(),
@@ -192,10 +195,20 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text, bool parse_special
   MergeScratch scratch;
   const auto encode_piece = [&](std::string_view piece) {
     if (piece.empty()) return;
-    if (parts_.byte_level)
+    if (parts_.byte_level) {
       encode_words(piece, ids, symbols, scratch);
-    else
-      encode_characters(piece, ids, symbols, scratch);
+      return;
+    }
+    // Where no token holds a newline and anything else, no merge crosses the edge of a run of newlines: line by line is
+    // the same, and the heap of a line stays in the cache.
+    while (newlines_stand_alone_ && !piece.empty()) {
+      const size_t newline = piece.find('\n');
+      const size_t edge = newline == 0 ? piece.find_first_not_of('\n') : newline;
+      if (edge == std::string_view::npos) break;
+      encode_characters(piece.substr(0, edge), ids, symbols, scratch);
+      piece.remove_prefix(edge);
+    }
+    encode_characters(piece, ids, symbols, scratch);
   };
   const TokenMatcher& matcher = parse_special ? on_request_ : always_;
   size_t piece_begin = 0;

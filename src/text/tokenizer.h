@@ -105,6 +105,7 @@ class Tokenizer {
   TokenMatcher always_, on_request_;              // on_request_ holds those of always_ too
   std::array<int32_t, 256> byte_ids_;             // byte-level: the byte's token; characters: <0xNN>; -1: none
   std::vector<uint32_t> priorities_;              // scores as merge priorities, by id; kNeverMerged
+  bool newlines_stand_alone_ = false;             // characters: no token holds a newline and anything else
   std::vector<int32_t> stop_ids_;
 };
 

@@ -27,14 +27,9 @@ using Ids = std::vector<int32_t>;
 
 const std::vector<std::string> kNames = {"gemma4", "gemma3", "llama3", "smollm2", "gpt2"};
 
-// Loaded once a process; null when the file is absent.
 const Tokenizer* gguf_tokenizer(const std::string& name) {
-  static std::map<std::string, std::unique_ptr<Tokenizer>> loaded;
-  if (!loaded.contains(name)) {
-    const auto path = test::vocabulary_file(name);
-    loaded[name] = std::filesystem::exists(path) ? load_tokenizer(*open_checkpoint(path.string())) : nullptr;
-  }
-  return loaded[name].get();
+  const test::RealModel* model = test::real_model(name);
+  return model == nullptr ? nullptr : model->tokenizer.get();
 }
 
 std::filesystem::path json_folder(const std::string& name) {
@@ -345,6 +340,23 @@ TEST(Tokenizer, MergesByScoreAndFallsBackToBytes) {
   EXPECT_EQ(tokenizer->encode("<eos>", true), (Ids{1}));
   EXPECT_EQ(tokenizer->decode(Ids{2, 265, 260, 4 + 0xC3, 4 + 0xA9, 266, 1}, false), "  a\xC3\xA9<b>");
   EXPECT_EQ(tokenizer->decode(Ids{2, 260, 4 + 0xC3}, true), "<bos>a\xEF\xBF\xBD");
+}
+
+TEST(Tokenizer, MergesCrossNewlinesWhereATokenDoes) {
+  MemoryCheckpoint checkpoint = sentencepiece_checkpoint();
+  const auto add = [&](const std::string& token, float score) {
+    auto& values = checkpoint.metadata_.values;
+    std::get<std::vector<std::string>>(values["tokenizer.ggml.tokens"]).push_back(token);
+    std::get<std::vector<int64_t>>(values["tokenizer.ggml.token_type"]).push_back(1);
+    std::get<std::vector<float>>(values["tokenizer.ggml.scores"]).push_back(score);
+  };
+  add("\n", -5);     // 267
+  add("\n\n", -3);   // 268
+  EXPECT_EQ(load_tokenizer(checkpoint)->encode("ab\n\n\nab\n", false), (Ids{262, 268, 267, 262, 267}));
+  EXPECT_EQ(load_tokenizer(checkpoint)->encode("\n\nab", false), (Ids{268, 262}));
+  add("b\na", -0.5f);   // 269, unreachable by merging pairs, ...
+  add("\na", -0.75f);   // 270, ... reachable
+  EXPECT_EQ(load_tokenizer(checkpoint)->encode("ab\nab", false), (Ids{260, 269, 261}));
 }
 
 TEST(Tokenizer, MissingPretokenizerKeyWarnsAndNamesTheAssumption) {
