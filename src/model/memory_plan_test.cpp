@@ -121,7 +121,7 @@ TEST(MemoryPlanTest, TextAddsUp) {
     const auto line = std::find_if(lines.begin(), lines.end(),
                                    [&](const std::string& each) { return each.starts_with("  " + label); });
     ASSERT_NE(line, lines.end()) << label << " in\n" << text;
-    EXPECT_NE(line->find(" " + human_bytes(bytes) + "  " + note), std::string::npos)
+    EXPECT_NE(line->find(fmt::format(" {}  {}", human_bytes(bytes), note)), std::string::npos)
         << *line << ", not " << human_bytes(bytes);
   };
   // 40 sliding layers of 8 heads of 256, 8 global ones of 1 head of 512; keys and values; 8 bytes a value here.

@@ -86,7 +86,8 @@ TEST(WeightsTest, EveryMissingTensorIsNamed) {
       if (is_optional(path, tensor.name)) {
         EXPECT_NO_THROW(load(checkpoint));
       } else {
-        expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput, {path, "'" + tensor.name + "'", "is missing"});
+        expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput,
+                       {path, fmt::format("'{}'", tensor.name), "is missing"});
       }
     }
   }
@@ -112,7 +113,7 @@ TEST(WeightsTest, EveryMisshapenTensorIsNamedWithBothShapes) {
         const std::string expected = is_embedding ? fmt::format("[vocabulary, {}]", tensor.shape[1])
                                                   : fmt::format("[{}]", fmt::join(tensor.shape, ", "));
         expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput,
-                       {path, "'" + tensor.name + "'", fmt::format("[{}]", fmt::join(shape, ", ")), expected});
+                       {path, fmt::format("'{}'", tensor.name), fmt::format("[{}]", fmt::join(shape, ", ")), expected});
       }
     }
   }
@@ -128,9 +129,10 @@ TEST(WeightsTest, ATensorThatNothingUsesIsNamed) {
       SCOPED_TRACE(path + " with " + name);
       EditedCheckpoint checkpoint(path);
       checkpoint.add(name, {8});
-      expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput, {path, "'" + name + "'", "used by nothing"});
+      expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput,
+                     {path, fmt::format("'{}'", name), "used by nothing"});
       checkpoint.add("another", {1});
-      expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput, {"'" + name + "'", "1 others"});
+      expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput, {fmt::format("'{}'", name), "1 others"});
     }
   }
 }
@@ -174,7 +176,8 @@ TEST(WeightsTest, NormsThatAreNotFiniteAreNamed) {
     std::vector<float> values = checkpoint.values(name);
     values[7] = bad;
     checkpoint.drop(name).add(name, {64}, values);
-    expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput, {"'" + name + "'", fmt::format("holds {}", bad)});
+    expect_refused([&] { load(checkpoint); }, ErrorCode::kBadInput,
+                   {fmt::format("'{}'", name), fmt::format("holds {}", bad)});
   }
 }
 
