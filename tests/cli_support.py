@@ -53,6 +53,10 @@ def read_tensors(path):
 IM_START, IM_END, END_OF_TEXT, UNUSED = 0xf8, 0xf9, 0xfa, 0xfb
 SPECIAL = {IM_START: "<|im_start|>", IM_END: "<|im_end|>", END_OF_TEXT: "<|endoftext|>", UNUSED: "<|unused|>"}
 STOPS = (IM_END, END_OF_TEXT)
+# The same with the markers of Gemma 4, which thinks.
+BOS, TURN, TURN_END, THINK, CHANNEL, CHANNEL_END, EOS = range(0xf5, 0xfc)
+GEMMA4_SPECIAL = {BOS: "<bos>", TURN: "<|turn>", TURN_END: "<turn|>", THINK: "<|think|>", CHANNEL: "<|channel>",
+                  CHANNEL_END: "<channel|>", EOS: "<eos>"}
 
 
 def byte_characters():
@@ -62,26 +66,32 @@ def byte_characters():
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def make_speaking_model(folder, source="llama", context=1 << 17, suppressed=()):
-    """A golden model with random weights, given a tokenizer of bytes and ChatML's markers."""
+def make_speaking_model(folder, source="llama", context=1 << 17, suppressed=(), bos=None, special=None,
+                        end=IM_END):
+    """A golden model with random weights, given a tokenizer of bytes and special tokens (ChatML's).
+
+    bos: begins every prompt. end: ends a reply.
+    """
+    special = special or SPECIAL
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True)
     shutil.copy(GOLDEN / source / "model.safetensors", folder)
     config = json.loads((GOLDEN / source / "config.json").read_text())
     config["max_position_embeddings"] = context
-    config["eos_token_id"] = IM_END
+    config["eos_token_id"] = end
     (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {character: byte for byte, character in byte_characters().items() if byte not in SPECIAL}
+    vocabulary = {character: byte for byte, character in byte_characters().items() if byte not in special}
     added = [{"id": token, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False} for token, text in SPECIAL.items()]
+              "normalized": False} for token, text in special.items()]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     (folder / "tokenizer.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": byte_level, "decoder": byte_level,
         "post_processor": None,
-        "model": {"type": "BPE", "vocab": vocabulary | {text: token for token, text in SPECIAL.items()}, "merges": [],
+        "model": {"type": "BPE", "vocab": vocabulary | {text: token for token, text in special.items()}, "merges": [],
                   "unk_token": None, "byte_fallback": False, "ignore_merges": False, "fuse_unk": False,
                   "continuing_subword_prefix": None, "end_of_word_suffix": None, "dropout": None}}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[IM_END], "add_bos_token": False}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "eos_token": special[end], "add_bos_token": bos is not None, "bos_token": special.get(bos)}))
     if suppressed:
         (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": list(suppressed)}))
     return folder
@@ -95,8 +105,8 @@ def chat_ids(messages):
     return ids + [IM_START, *b"assistant\n"]
 
 
-def text_of(ids):
-    return bytes(token for token in ids if token not in SPECIAL).decode("utf-8", errors="replace")
+def text_of(ids, special=None):
+    return bytes(token for token in ids if token not in (special or SPECIAL)).decode("utf-8", errors="replace")
 
 
 class Program:
@@ -104,7 +114,9 @@ class Program:
 
     def __init__(self, path):
         self.path = str(path)
+        # Without GPUs, so that replies are compared bit for bit wherever the tests run.
         self.environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        self.environment["CUDA_VISIBLE_DEVICES"] = ""
 
     def __call__(self, *arguments, stdin=b"", timeout=120, **options):
         return subprocess.run([self.path, *map(str, arguments)], input=stdin, stdout=subprocess.PIPE,

@@ -21,9 +21,9 @@ import tempfile
 import time
 import unittest
 
-from cli_support import (GEMMA3, GOLDEN, GOLDEN_NAMES, IM_END, SMOLLM2, SPECIAL, STOPS, UNUSED, Program, Terminal,
-                         catches_interrupts, chat_ids, make_speaking_model, read_header, read_tensors, text_of,
-                         wait_until)
+from cli_support import (BOS, CHANNEL, CHANNEL_END, EOS, GEMMA3, GEMMA4_SPECIAL, GOLDEN, GOLDEN_NAMES, IM_END, SMOLLM2,
+                         SPECIAL, STOPS, THINK, TURN, TURN_END, UNUSED, Program, Terminal, catches_interrupts, chat_ids,
+                         make_speaking_model, read_header, read_tensors, text_of, wait_until)
 
 SKIPPED = 77
 beryl = None            # Program
@@ -203,11 +203,14 @@ class FailureTest(CliTest):
         folder = self.folder / "folder"
         folder.mkdir()
         absent, below_file = self.folder / "no" / "such" / "folder.safetensors", self.model / "config.json" / "x"
-        for path in ("/dev/null", folder, absent, below_file):
+        # Stands for /dev/null and its like, which must not become a file; a program that fails here must do no harm.
+        pipe = self.folder / "pipe"
+        os.mkfifo(pipe)
+        for path in (pipe, folder, absent, below_file):
             with self.subTest(path=path):
                 result = beryl("trace", self.model, "--ids", "1", "-o", path)
                 self.assert_fails(result, 1, str(path), "cannot be written")
-        self.assertTrue(pathlib.Path("/dev/null").is_char_device())
+        self.assertTrue(pipe.is_fifo())
         self.assertEqual(list(self.folder.glob("*partial*")), [])
 
     def test_a_full_disk_and_a_closed_output_are_errors(self):
@@ -422,11 +425,11 @@ class SpeakingCase(CliTest):
         cls.model = make_speaking_model(cls.folder / "model")
         cls.endless = make_speaking_model(cls.folder / "endless", suppressed=STOPS)   # never ends a reply itself
 
-    def greedy(self, ids, n, model=None):
+    def greedy(self, ids, n, model=None, stops=STOPS):
         """The reply to ids as ids, and whether a stop token ended it."""
         found = list(self.trace(model or self.model, "--ids", ids_text(ids), "--greedy", n)["greedy"][1])
         for i, token in enumerate(found):
-            if token in STOPS:
+            if token in stops:
                 return found[:i], True
         return found, False
 
@@ -457,6 +460,15 @@ class RunTest(SpeakingCase):
             # The folder has no template, which one line says.
             self.assertEqual(result.stderr.decode().count("\n"), 2)
             self.assertIn("beryl: warning: ", result.stderr.decode().splitlines()[0])
+
+    def test_one_bos_where_the_model_wants_one(self):
+        model = make_speaking_model(self.folder / "with_bos", bos=UNUSED)
+        for options, prompt in ((["--raw"], "x"), (["--raw", "--special"], f"{SPECIAL[UNUSED]}x")):
+            reply, _ = self.greedy([UNUSED, ord("x")], 20)
+            result = self.succeed("run", model, "--temp", "0", "-n", 20, "-p", prompt, *options)
+            self.assertEqual(result.stdout.decode(), self.line(text_of(reply)))
+            self.assertEqual(self.statistics(result.stderr)[0], 2)
+        self.assertEqual(self.trace(model, "-p", "x")["ids"][1], [UNUSED, ord("x")])
 
     def test_special_text_in_a_raw_prompt(self):
         text = f"a{SPECIAL[IM_END]}b"
@@ -609,23 +621,25 @@ class ConversationTest(SpeakingCase):
         return SpeakingCase.line(text)
 
     def test_turns_build_on_each_other_and_only_new_tokens_are_read(self):
-        messages, held = [], []
-        with self.talk("-n", "12") as terminal:
-            self.assertIn(b"/exit", terminal.read_until(b"> "))
-            for i, text in enumerate(("Hello", "And then?", "Why <|im_end|>?", "So.")):
-                # What the model has read: all turns in ChatML, with each reply as its very tokens.
-                messages.append(("user", text.encode()))
-                ids = chat_ids(messages)
-                reply, stopped = self.greedy(ids, 12)
-                found, (n_prompt, n_reply) = self.answer(terminal, text)
-                self.assertEqual(found, self.shown(reply))
-                self.assertEqual(n_reply, len(reply))
-                self.assertEqual(n_prompt, len(ids) - len(held))
-                messages.append(("assistant", bytes(reply)))
-                # The last token of a reply that was cut has not been read yet.
-                held = ids + (reply if stopped else reply[:-1])
-            terminal.write(b"/exit\n")
-            self.assertEqual(terminal.wait(), 0)
+        with_bos = make_speaking_model(self.folder / "with_bos", bos=UNUSED)
+        for model, start in ((self.model, []), (with_bos, [UNUSED])):
+            messages, held = [], []
+            with self.talk("-n", "12", model=model) as terminal:
+                self.assertIn(b"/exit", terminal.read_until(b"> "))
+                for text in ("Hello", "And then?", "Why <|im_end|>?", "So."):
+                    # What the model has read: all turns in ChatML, with each reply as its very tokens.
+                    messages.append(("user", text.encode()))
+                    ids = start + chat_ids(messages)
+                    reply, stopped = self.greedy(ids, 12)
+                    found, (n_prompt, n_reply) = self.answer(terminal, text)
+                    self.assertEqual(found, self.shown(reply))
+                    self.assertEqual(n_reply, len(reply))
+                    self.assertEqual(n_prompt, len(ids) - len(held))
+                    messages.append(("assistant", bytes(reply)))
+                    # The last token of a reply that was cut has not been read yet.
+                    held = ids + (reply if stopped else reply[:-1])
+                terminal.write(b"/exit\n")
+                self.assertEqual(terminal.wait(), 0)
 
     def test_reset_forgets(self):
         with self.talk("-n", "10") as terminal:
@@ -719,6 +733,65 @@ class ConversationTest(SpeakingCase):
         wait_until(lambda: os.waitpid(terminal.pid, os.WNOHANG)[0] != 0)
 
 
+class ThinkingTest(SpeakingCase):
+    """A model of bytes with Gemma 4's markers."""
+    N = 150
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.model = make_speaking_model(cls.folder / "thinker", "gemma4_dense", special=GEMMA4_SPECIAL, bos=BOS,
+                                        end=TURN_END)
+
+    @staticmethod
+    def prompt(messages):
+        ids = [BOS, TURN, *b"system\n", THINK, *b"\n", TURN_END, *b"\n"]
+        for role, text in messages:
+            ids += [TURN, *f"{role}\n".encode(), *text.encode(), TURN_END, *b"\n"]
+        return ids + [TURN, *b"model\n"]
+
+    def think(self):
+        """A question that makes the model think: (question, reply, its answers and thoughts in turn, as text)."""
+        for question in map(str, range(1000)):
+            reply, _ = self.greedy(self.prompt([("user", question)]), self.N, stops=(TURN_END, EOS))
+            if CHANNEL in reply and CHANNEL_END in reply[reply.index(CHANNEL):]:
+                parts, inside = [[]], False
+                for token in reply:
+                    if token == (CHANNEL_END if inside else CHANNEL):
+                        parts.append([])
+                        inside = not inside
+                    else:
+                        parts[-1].append(token)
+                return question, reply, [text_of(part, GEMMA4_SPECIAL) for part in parts]
+        self.fail("this model does not think")
+
+    def test_thoughts_go_to_standard_error_and_the_answer_to_standard_output(self):
+        question, reply, parts = self.think()
+        result = self.succeed("run", self.model, "--think", "-p", question, "-n", self.N, "--temp", "0")
+        answer = "".join(parts[0::2])
+        self.assertIn(result.stdout.decode(), (answer, answer + "\n"))
+        lines = result.stderr.decode("utf-8")
+        for thought in parts[1::2]:
+            harmless = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", thought)
+            self.assertIn(harmless, lines)
+        self.assertEqual(self.statistics(result.stderr)[:2], (len(self.prompt([("user", question)])), len(reply)))
+
+    def test_the_next_turn_leaves_thoughts_out(self):
+        question, reply, parts = self.think()
+        answer = "".join(parts[0::2]).strip()
+        full = self.prompt([("user", question), ("model", answer), ("user", "More")])
+        second, _ = self.greedy(full, self.N, stops=(TURN_END, EOS))
+        with Terminal(beryl, "run", self.model, "--think", "-n", self.N, "--temp", "0",
+                      environment={"NO_COLOR": "1"}) as terminal:
+            terminal.read_until(b"> ")
+            for text, n_prompt, n_reply in ((question, len(self.prompt([("user", question)])), len(reply)),
+                                            ("More", len(full), len(second))):
+                terminal.write(text.encode() + b"\n")
+                shown = terminal.read_until(b"loaded in ") + terminal.read_until(b"\n> ")
+                statistics = shown[shown.rindex(b"loaded in "):-3]
+                self.assertEqual(self.statistics(statistics)[:2], (n_prompt, n_reply))
+
+
 @unittest.skipUnless(SMOLLM2.exists(), f"{SMOLLM2} is not there")
 class SmolLM2Test(CliTest):
     QUESTION = "Why is the sky blue?"
@@ -790,7 +863,8 @@ class RealModelTest(CliTest):
                 data = bytes.fromhex(case["hex"]) if "hex" in case else case["text"].encode()
                 if len(data) > 2000 or name not in case:                  # speed is tested elsewhere
                     continue
-                for options, ids in ((["--special"], case[name]), ([], case.get(f"{name}_plain", case[name]))):
+                plain = case.get(f"{name}_plain")                         # where it differs
+                for options, ids in [(["--special"], case[name])] + ([([], plain)] if plain is not None else []):
                     with self.subTest(tokenizer=name, case=case["name"], options=options):
                         output = self.succeed("tokenize", path, "--ids", *options, stdin=data).stdout.decode()
                         self.assertEqual(output, ids_text(ids) + "\n")

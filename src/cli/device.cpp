@@ -1,6 +1,9 @@
 #include "cli/device.h"
 
+#include <fmt/format.h>
+
 #include "base/error.h"
+#include "cli/console.h"
 #include "cli/options.h"
 #include "cpu/cpu_backend.h"
 #ifdef BERYL_HAS_CUDA
@@ -23,11 +26,14 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   if (options.name == "cpu") return make_cpu_backend(n_threads);
 #ifdef BERYL_HAS_CUDA
   if (options.name == "cuda") return make_cuda_backend(0);
-  try {
-    return make_cuda_backend(0);
-  } catch (const Error& error) {
-    // No GPU, or none that this build has code for: what auto promises is to run anyway.
-    if (error.code != ErrorCode::kDevice && error.code != ErrorCode::kUnsupported) throw;
+  if (cuda_device_count() > 0) {
+    try {
+      return make_cuda_backend(0);
+    } catch (const Error& error) {
+      // Too old, or held by another process. What auto promises is to run anyway.
+      if (error.code != ErrorCode::kDevice && error.code != ErrorCode::kUnsupported) throw;
+      print_warning(fmt::format("the GPU is not used, but the CPU: {}", error.what()));
+    }
   }
 #else
   if (options.name == "cuda")
