@@ -1,7 +1,8 @@
 // Attention on tensor cores, for head widths 64, 128, 256, 512 and BF16 or FP8 caches.
 //
 // A tile is 16 query rows of one KV head: all heads of its group for one token (split form), or for as many neighbouring
-// tokens as fit (whole form; tokens of another sequence start a new pass). Keys come a page at a time, 64 positions:
+// tokens as fit (whole form; tokens of another sequence start a new pass). Keys come in units of 64 positions, 32 for wide
+// heads, so that a block fits into the shared memory of small GPUs and two fit on a large one:
 //
 //   1. scores     each warp multiplies its slice of head_dim, so that it keeps its part of q in registers
 //   2. softmax    the slices are added up in shared memory in the order of the warps; weights go back as bf16 pairs
@@ -9,7 +10,7 @@
 //
 // q and the weights are split into two bf16 each (high + low), so the products are as good as the cache's own values.
 // Keys outside a row's band are never read (zeros take their place), so what lies there does not matter.
-// Moves the live keys and values of the tile once. While one page is computed the next one is in flight.
+// Moves the live keys and values of the tile once. While one unit is computed the next one is in flight.
 #pragma once
 
 #include "cuda/attention_state.cuh"
@@ -21,7 +22,7 @@ namespace beryl::cuda {
 template <int kDim, bool kFp8>
 struct AttentionTile {
   static constexpr int kRows = 16;
-  static constexpr int kKeys = kPageTokens;
+  static constexpr int kKeys = kDim < 256 ? kPageTokens : kPageTokens / 2;
   static constexpr int kWarps = kDim / 16 < 8 ? kDim / 16 : 8;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSlice = kDim / kWarps;                 // columns of a warp
@@ -48,7 +49,9 @@ struct AttentionTile {
 // Byte offset of a 16-byte chunk in a tile row, permuted so that equal chunks of eight rows lie in different banks.
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
-  return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ (row & 7)) * 16));
+  static_assert(kRowBytes % 64 == 0);
+  const int swapped = kRowBytes % 128 == 0 ? row & 7 : row >> 1 & 3;
+  return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ swapped) * 16));
 }
 
 // Two E4M3 codes in the high bytes of two halves to two bf16: the bits of a code, moved down by four, are a bf16 number
@@ -144,14 +147,14 @@ __global__ void __launch_bounds__(AttentionTile<kDim, kFp8>::kThreads) attention
     const int unit_begin = band.begin / T::kKeys, unit_end = (band.end + T::kKeys - 1) / T::kKeys;
     const int32_t* table = args.token.table + int64_t{sequence} * args.token.n_entries;
 
-    // Requests the keys or values of a page; rows outside the band become zeros.
+    // Requests the keys or values of a unit; rows outside the band become zeros.
     const auto request = [&](int unit, bool is_values) {
       if (unit >= unit_end) return;
       constexpr int kChunks = kFp8 ? kDim / 16 : kDim / 8;
       constexpr int kElementBytes = kFp8 ? 1 : 2;
       const int64_t page = table[table_entry(unit * T::kKeys, args.token.n_entries)];
       const auto* from = static_cast<const uint8_t*>(is_values ? args.cache.values : args.cache.keys) +
-                         cache_offset(page, 0, kv_head, n_kv, kDim) * kElementBytes;
+                         cache_offset(page, unit * T::kKeys % kPageTokens, kv_head, n_kv, kDim) * kElementBytes;
       const uint32_t to = base + static_cast<uint32_t>(kFp8 ? (is_values ? T::kValueStageAt : T::kKeyStageAt)
                                                             : (is_values ? T::kValuesAt : T::kKeysAt));
 #pragma unroll 4
@@ -167,7 +170,7 @@ __global__ void __launch_bounds__(AttentionTile<kDim, kFp8>::kThreads) attention
         if (!is_values && threadIdx.x < T::kKeys / 2) {
           const int kind = static_cast<int>(threadIdx.x) / (T::kKeys / 4), at = static_cast<int>(threadIdx.x) % (T::kKeys / 4) * 4;
           const float* scale = (kind == 0 ? args.cache.key_scales : args.cache.value_scales) +
-                               cache_scale_offset(page, 0, kv_head, n_kv);
+                               cache_scale_offset(page, unit * T::kKeys % kPageTokens, kv_head, n_kv);
           copy16_async(shared_address(scales + ((unit & 1) * 2 + kind) * T::kKeys + at), scale + at, 16);
         }
       }
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(AttentionTile<kDim, kFp8>::kThreads) attention
         commit_copies();
       }
 
-      // 1. This warp's part of the scores of 16 rows and 64 keys.
+      // 1. This warp's part of the scores of 16 rows and the unit's keys.
       float products[T::kKeys / 8][4] = {};
 #pragma unroll
       for (int step = 0; step < T::kSteps; ++step)

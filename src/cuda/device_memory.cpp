@@ -80,7 +80,7 @@ class LayoutBuilder {
     for (int rows = kMatvecMaxRows; rows > 0 && piece.max_rows == 0; --rows)
       if (plan_launch(piece.plan, rows, device_.matvec).n_blocks > 0) piece.max_rows = rows;
     if (piece.max_rows == 0) return piece;
-    const Key key{source.parts.front()->codes, source.parts.size(), true, source.gated};
+    const Key key{source.parts.front()->codes, piece.rows, true, source.gated};
     const auto [entry, is_new] = known_.try_emplace(key, std::tuple{-1, -1, -1});
     if (is_new)
       std::get<0>(entry->second) = add(MemoryKind::kWeights, source.parts.front()->name, piece.plan.packed_bytes);
@@ -93,7 +93,7 @@ class LayoutBuilder {
     piece.part = &part;
     piece.shape = plain_shape(part);
     piece.rows = part.rows;
-    const auto [entry, is_new] = known_.try_emplace(Key{part.codes, 1, false, false}, std::tuple{-1, -1, -1});
+    const auto [entry, is_new] = known_.try_emplace(Key{part.codes, part.rows, false, false}, std::tuple{-1, -1, -1});
     auto& [codes, scales, mins] = entry->second;
     if (is_new) {
       codes = add(MemoryKind::kWeights, part.name, piece.shape.code_bytes());
@@ -293,7 +293,7 @@ class LayoutBuilder {
     }
   }
 
-  using Key = std::tuple<const std::byte*, size_t, bool, bool>;   // codes, parts, packed, gated
+  using Key = std::tuple<const std::byte*, int64_t, bool, bool>;   // codes, rows, packed, gated
 
   const Program& program_;
   const StepLimits& limits_;
@@ -305,7 +305,10 @@ class LayoutBuilder {
 
 }  // namespace
 
-int64_t panel_rows(int64_t padded_cols) { return std::max<int64_t>(128, kPanelBytes / (padded_cols * 4) / 128 * 128); }
+int64_t panel_rows(int64_t padded_cols) {
+  constexpr int64_t kMostBlocks = 65535 / 128 * 128;   // of a grid's second dimension
+  return std::clamp<int64_t>(kPanelBytes / (padded_cols * 4) / 128 * 128, 128, kMostBlocks);
+}
 
 MemoryLayout make_layout(const Program& program, const StepLimits& limits, const DeviceProperties& device) {
   return LayoutBuilder(program, limits, device).build();

@@ -102,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, PlainMatrixTest,
                          testing::Values(Format::kF32, Format::kF16, Format::kBf16, Format::kQ4_0, Format::kQ4_1,
                                          Format::kQ5_0, Format::kQ5_1, Format::kQ8_0, Format::kQ4_K, Format::kQ5_K,
                                          Format::kQ6_K, Format::kMxfp4, Format::kNvfp4, Format::kFp4G128, Format::kFp8),
-                         [](const auto& info_of) { return std::string(info(info_of.param).name); });
+                         [](const auto& info_of) { return std::string(beryl::info(info_of.param).name); });
 
 }  // namespace
 }  // namespace beryl::cuda
