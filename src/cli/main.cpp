@@ -58,7 +58,7 @@ class HelpFormatter : public CLI::Formatter {
   }
   std::string make_group(std::string group, bool is_positional,
                          std::vector<const CLI::Option*> options) const override {
-    const bool first = group == "Options";
+    const bool first = is_positional || group == "Options";
     const std::string text = CLI::Formatter::make_group(std::move(group), is_positional, std::move(options));
     return first ? text
                  : text.substr(std::min(text.find_first_not_of('\n'), text.size()));   // one empty line is enough
