@@ -21,7 +21,7 @@ StepLimits limits_for(const Program& program, const RunLimits& run) {
     int64_t entries = global_entries;
     if (group.window > 0) {
       const int64_t live = int64_t{group.window} - 1 + run.chunk_tokens;
-      entries = std::min(entries, (live + kPageTokens - 1) / kPageTokens + 1);
+      entries = std::min(entries, (live + kPageTokens - 1) / kPageTokens);
     }
     limits.n_entries.push_back(static_cast<int>(entries));
     limits.n_pages.push_back(static_cast<int>(entries * run.n_sequences));

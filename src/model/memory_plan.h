@@ -21,9 +21,9 @@ struct RunLimits {
   CacheType cache_type = CacheType::kDefault;
 };
 
-// A global table is as long as the context. A sliding layer's table wraps: it holds the window, one chunk and, because
-// either may begin inside a page, one page more. A token at position p reads (p - window, p], and a chunk is appended
-// before its first token is attended, so window - 1 + chunk positions are live at once.
+// A global table is as long as the context. A sliding layer's table wraps: a token at position p reads (p - window, p], and
+// a chunk is appended before its first token is attended, so window - 1 + chunk consecutive positions are live at once.
+// Two positions share a slot only if they are a multiple of the ring's size apart, so whole pages for that many suffice.
 StepLimits limits_for(const Program& program, const RunLimits& run);
 
 struct MemoryPlan {
