@@ -32,7 +32,6 @@ cmake command:cmake
 ninja-build command:ninja
 pkg-config command:pkg-config
 libfmt-dev package
-libspdlog-dev package
 nlohmann-json3-dev package
 libcli11-dev package
 libpcre2-dev package
