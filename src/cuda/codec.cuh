@@ -6,7 +6,7 @@
 //   Product<kTiles>             one tile times x in steps of 32 columns, so that two tiles can go side by side: start, step 0..3
 //                               (kSteps), and finish: acc[n][0 and 1] += rows lane / 4 and lane / 4 + 8 of the tile times
 //                               row 4 n + lane % 4 of x
-//   kX, kXScale                 in which form it wants x (below), and what the scales of x are multiplied by
+//   kX, kXScale, kNeedsSums     in which form it wants x (below), what the scales of x are multiplied by, and whether it has mins
 //
 // x as integers (kInt16): for each row and group of 128 columns a scale, and 16-bit integers in two int8 digits that are two
 // columns of the tensor core's b: 256 · high + low. Sums over a group are exact integers, so their order does not matter; what has
@@ -34,16 +34,19 @@ struct LaneX {
   int sums[kTiles];                 // f32 [4]: sums of the group's 4 parts of 32 columns, + group · 4 · scale_stride
   int code_stride;
   int scale_stride;
+  uint32_t minus_one;               // -1, but the compiler must not know
 };
 
 template <int kTiles>
 struct IntegerX {
   uint32_t b[kTiles][8];            // [k-step][half]
   float scale[kTiles];
+  uint32_t minus_one;
 };
 
 template <int kTiles>
 __device__ __forceinline__ void load_x(const unsigned char* shared, const LaneX<kTiles>& x, int group, IntegerX<kTiles>& out) {
+  out.minus_one = x.minus_one;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     const uint4* from = reinterpret_cast<const uint4*>(shared + x.codes[n] + group * x.code_stride);
@@ -107,11 +110,22 @@ struct FloatSums {
 
 // ---- E2M1 ------------------------------------------------------------------------------------------------------------------
 // A nibble of the selector of prmt takes one of 8 bytes, or, with its upper bit set, 8 copies of that byte's sign. So a word of
-// codes s·mmm is its own selector: from a table without negative bytes negative codes give 0; from a table of negative bytes
-// (selector with the signs inverted) positive codes give -1, or 0 for magnitude 0. The first table holds m + 1, the second
-// -m, and their sum, which the tensor core forms, is the doubled value.
+// codes s·mmm is its own selector: from a table without negative bytes negative codes give 0; from a table of negative bytes,
+// with the inverted word as selector (so the table stands backwards), positive codes give -1, or 0 for magnitude 0. The first
+// table holds m + 1, the second -m, and their sum, which the tensor core forms, is the doubled value.
 constexpr uint32_t kPositiveLow = 0x04030200u, kPositiveHigh = 0x0d090705u;   // 0, 2, 3, 4, 5, 7, 9, 13
-constexpr uint32_t kNegativeLow = 0xfdfeff00u, kNegativeHigh = 0xf4f8fafcu;   // 0, -1, -2, -3, -4, -6, -8, -12
+constexpr uint32_t kNegativeLow = 0xfcfaf8f4u, kNegativeHigh = 0x00fffefdu;   // -12, -8, -6, -4, -3, -2, -1, 0
+
+// prmt fills the pipe of logic and shifts, so these two run on that of the multiplications: the upper half of a word (in the
+// lower half of the result), and ~word = word · -1 - 1.
+__device__ __forceinline__ uint32_t upper_half(uint32_t word) {
+  return static_cast<uint32_t>(__dp2a_lo(static_cast<int>(word), 0x0100, 0));
+}
+__device__ __forceinline__ uint32_t invert(uint32_t word, uint32_t minus_one) {
+  uint32_t result;
+  asm("mad.lo.u32 %0, %1, %2, %2;" : "=r"(result) : "r"(word), "r"(minus_one));
+  return result;
+}
 
 struct E2m1Codes {
   uint4 rows[2];                    // rows lane / 4 and lane / 4 + 8; a word a k-step: half 0 below, half 1 above
@@ -122,15 +136,14 @@ struct E2m1Codes {
 };
 struct E2m1Operands {
   uint32_t positive[4], negative[4];   // a0..a3 of mma.m16n8k32; a0, a1 and a2, a3 are those of two mma.m16n8k16
-  __device__ __forceinline__ E2m1Operands(const E2m1Codes& codes, int step) {
+  __device__ __forceinline__ E2m1Operands(const E2m1Codes& codes, int step, uint32_t minus_one) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t word = word_of(codes.rows[h], step), upper = word >> 16;
-      const uint32_t inverted = word ^ 0x88888888u, inverted_upper = inverted >> 16;
+      const uint32_t word = word_of(codes.rows[h], step), upper = upper_half(word);
       positive[h] = byte_permute(kPositiveLow, kPositiveHigh, word);
       positive[2 + h] = byte_permute(kPositiveLow, kPositiveHigh, upper);
-      negative[h] = byte_permute(kNegativeLow, kNegativeHigh, inverted);
-      negative[2 + h] = byte_permute(kNegativeLow, kNegativeHigh, inverted_upper);
+      negative[h] = byte_permute(kNegativeLow, kNegativeHigh, invert(word, minus_one));
+      negative[2 + h] = byte_permute(kNegativeLow, kNegativeHigh, invert(upper, minus_one));
     }
   }
 };
@@ -138,6 +151,7 @@ struct E2m1Operands {
 struct Fp4G128 {
   static constexpr XForm kX = XForm::kInt16;
   static constexpr float kXScale = 0.5f;
+  static constexpr bool kNeedsSums = false;
   struct Loaded {
     E2m1Codes codes;
     uint32_t scales;                // bf16 of rows lane / 4 and lane / 4 + 8
@@ -157,7 +171,7 @@ struct Fp4G128 {
       for (int n = 0; n < kTiles; ++n) clear(d[n]);
     }
     __device__ __forceinline__ void step(const Loaded& tile, int i) {
-      const E2m1Operands a(tile.codes, i);
+      const E2m1Operands a(tile.codes, i, this->x.minus_one);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const uint32_t b0 = x.b[n][2 * i], b1 = x.b[n][2 * i + 1];
@@ -178,6 +192,7 @@ struct Fp4G128 {
 struct Mxfp4 {
   static constexpr XForm kX = XForm::kInt16;
   static constexpr float kXScale = 1.0f;       // scale() is that of doubled codes
+  static constexpr bool kNeedsSums = false;
   struct Loaded {
     E2m1Codes codes;
     uint32_t exponents[2];
@@ -196,7 +211,7 @@ struct Mxfp4 {
   template <int kTiles>
   struct Product : FloatSums<kTiles> {
     __device__ __forceinline__ void step(const Loaded& tile, int i) {
-      const E2m1Operands a(tile.codes, i);
+      const E2m1Operands a(tile.codes, i, this->x.minus_one);
       const float scale0 = scale(tile.exponents[0], i), scale1 = scale(tile.exponents[1], i);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -213,6 +228,7 @@ struct Mxfp4 {
 struct Nvfp4 {
   static constexpr XForm kX = XForm::kInt16;
   static constexpr float kXScale = 0.5f;
+  static constexpr bool kNeedsSums = false;
   struct Loaded {
     E2m1Codes codes;
     uint2 scales[2];                // 8 UE4M3 a row
@@ -231,7 +247,7 @@ struct Nvfp4 {
   template <int kTiles>
   struct Product : FloatSums<kTiles> {
     __device__ __forceinline__ void step(const Loaded& tile, int i) {
-      const E2m1Operands a(tile.codes, i);
+      const E2m1Operands a(tile.codes, i, this->x.minus_one);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float scale0 = scale(tile.scales[0], 2 * i + half), scale1 = scale(tile.scales[1], 2 * i + half);
@@ -309,6 +325,7 @@ template <int kBits, bool kMins>
 struct GroupOf32 {
   static constexpr XForm kX = XForm::kInt16;
   static constexpr float kXScale = 1.0f / IntegerCodes<kBits>::kFactor;
+  static constexpr bool kNeedsSums = kMins;
   struct Loaded {
     IntegerCodes<kBits> codes;
     uint2 scales[2];                // 4 f16 a row
@@ -369,6 +386,7 @@ template <int kBits>
 struct GroupOf32K {
   static constexpr XForm kX = XForm::kInt16;
   static constexpr float kXScale = 1.0f / IntegerCodes<kBits>::kFactor;
+  static constexpr bool kNeedsSums = true;
   struct Loaded {
     IntegerCodes<kBits> codes;
     uint2 groups[2];                // a row: 4 scales, 4 mins
@@ -429,6 +447,7 @@ struct GroupOf32K {
 struct Q6K {
   static constexpr XForm kX = XForm::kInt16;
   static constexpr float kXScale = 0.25f;
+  static constexpr bool kNeedsSums = false;
   struct Loaded {
     IntegerCodes<6> codes;
     uint2 groups[2];                // a row: 8 scales
@@ -540,6 +559,7 @@ struct FloatProduct {
 struct Fp8 {
   static constexpr XForm kX = XForm::kF16;
   static constexpr float kXScale = 1.0f;
+  static constexpr bool kNeedsSums = false;
   struct Loaded {
     Float8Codes codes;
   };
@@ -575,6 +595,7 @@ template <bool kBf16>
 struct Float16 {
   static constexpr XForm kX = kBf16 ? XForm::kBf16 : XForm::kF16;
   static constexpr float kXScale = 1.0f;
+  static constexpr bool kNeedsSums = false;
   struct Loaded {
     uint4 words[4];                 // [row half][2 k-steps of 16]: halves 0 and 1 of each
   };

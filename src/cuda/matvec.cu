@@ -66,8 +66,6 @@ void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecD
   kernel_args.n_units = plan.n_units;
   kernel_args.n_stages = plan.n_stages;
   kernel_args.stage_bytes = plan.stage_bytes;
-  kernel_args.last_stage_bytes = plan.last_stage_bytes;
-  kernel_args.n_column_tiles = plan.n_column_tiles;
   kernel_args.k_warps = plan.k_warps;
   kernel_args.row_warps = plan.row_warps;
   kernel_args.ring_stages = cut.ring_stages;
@@ -77,6 +75,8 @@ void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecD
   kernel_args.x_bytes = cut.x_bytes;
   kernel_args.scale_bytes = cut.scale_bytes;
   kernel_args.partial_bytes = cut.partial_bytes;
+  kernel_args.tiles_bytes = plan.k_warps * plan.row_warps * tile_shape(plan.format).code_bytes;
+  kernel_args.minus_one = ~0u;
   kernel_args.gated = plan.gated;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(cut.n_blocks));

@@ -1,7 +1,7 @@
 // y = epilogue(W · norm(x)) for few rows of x, one block a multiprocessor, 16 warps a block.
 //
 //   weights   units of stages of tiles (matvec_layout.h): the block's units are one stream, read once, copied stage by stage into
-//             a ring in shared memory; the ring is filled before the wait for the previous kernel, because weights depend on
+//             a ring in shared memory. The ring is filled before the wait for the previous kernel, because weights depend on
 //             nothing. Blocks take half a multiprocessor's shared memory where that is enough, and let the next kernel start at
 //             once: so its ring fills while this one computes, and memory does not idle between kernels.
 //   x         [n_rows][cols] f32 or bf16: normed and cut into digits (codec.cuh) once a block, kept in shared memory
@@ -35,8 +35,7 @@ struct MatvecKernelArgs {
   int n_units;
   int n_stages;
   int stage_bytes;
-  int last_stage_bytes;
-  int n_column_tiles;
+  int tiles_bytes;                  // of a stage's codes
   int k_warps;
   int row_warps;
   int ring_stages;
@@ -46,11 +45,14 @@ struct MatvecKernelArgs {
   int x_bytes;
   int scale_bytes;
   int partial_bytes;
+  uint32_t minus_one;
   bool gated;
 };
 
 struct MatvecShared {               // behind the ring, x, its scales and the partial sums
   float4 sums[kMatvecMaxRows][kMatvecWarps];
+  float norm_factors[kMatvecMaxRows];
+  float add_factors[kMatvecMaxRows];
   alignas(8) uint64_t full[kMatvecMaxStages];
   uint64_t empty[kMatvecMaxStages];
 };
@@ -59,19 +61,10 @@ static_assert(sizeof(MatvecShared) <= 2560);
 // Activations come from other multiprocessors: past the L1, which is not coherent.
 __device__ __forceinline__ float4 load_row4(const MatvecRows& rows, int row, int col) {
   if (rows.is_bf16) {
-    uint2 bits;
-    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];"
-                 : "=r"(bits.x), "=r"(bits.y)
-                 : "l"(static_cast<const uint16_t*>(rows.data) + row * rows.stride + col)
-                 : "memory");
+    const uint2 bits = __ldcg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(rows.data) + row * rows.stride + col));
     return make_float4(bf16_at(bits.x, 0), bf16_at(bits.x, 1), bf16_at(bits.y, 0), bf16_at(bits.y, 1));
   }
-  float4 value;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "l"(static_cast<const float*>(rows.data) + row * rows.stride + col)
-               : "memory");
-  return value;
+  return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(rows.data) + row * rows.stride + col));
 }
 __device__ __forceinline__ float load_row(const MatvecRows& rows, int row, int64_t col) {
   if (rows.is_bf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(rows.data)[row * rows.stride + col]);
@@ -125,62 +118,84 @@ __device__ __forceinline__ RowFactors row_factors(const MatvecArgs& op, float4 s
   return factors;
 }
 
-// A warp writes one row's group of 128 columns in the digits that the codec wants; a lane has 4 neighbouring columns.
-template <class Codec>
-__device__ __forceinline__ void write_group(float4 v, int lane, unsigned char* codes, float* scale, float* sums) {
-  const float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-  const bool is_nan = v.x != v.x || v.y != v.y || v.z != v.z || v.w != v.w;
-  // As bits, so that a NaN anywhere is the largest and makes every result a NaN.
-  const uint32_t bits = __reduce_max_sync(kAllLanes, is_nan ? 0x7fffffffu : __float_as_uint(largest));
+// A warp writes kCount groups of 128 columns in the digits that the codec wants, side by side; a lane has 4 neighbouring columns
+// of each. codes, scales and sums are where group 0 of row 0 lies; index = group · n_rows + row, < 0: nothing is written.
+template <class Codec, int kCount>
+__device__ __forceinline__ void write_groups(const float4 (&v)[kCount], const int (&index)[kCount], int lane, unsigned char* codes,
+                                             float* scales, float* sums) {
+  uint32_t bits[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float largest = fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
+    const float sum = v[i].x + v[i].y + v[i].z + v[i].w;
+    // As bits, so that a NaN anywhere is the largest and makes every result a NaN. (inf - inf gives one as well.)
+    bits[i] = sum != sum ? 0x7fffffffu : __float_as_uint(largest);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) bits[i] = __reduce_max_sync(kAllLanes, bits[i]);
   if constexpr (Codec::kX == XForm::kInt16) {
-    const float range = __uint_as_float(bits);
-    const float inverse = range > 0x1p-110f ? __fdiv_rn(32512.0f, range) : 0.0f;   // 127 · 256
-    const int q0 = __float2int_rn(__fmul_rn(v.x, inverse)), q1 = __float2int_rn(__fmul_rn(v.y, inverse));
-    const int q2 = __float2int_rn(__fmul_rn(v.z, inverse)), q3 = __float2int_rn(__fmul_rn(v.w, inverse));
     const int step = lane / 8, half = lane / 4 % 2, t = lane % 4, word = step * 2 + half;
     unsigned char* to = codes + word / 4 * 128 + t * 16 + word % 4 * 4;
-    *reinterpret_cast<uint32_t*>(to) =
-        byte_permute(byte_permute(q0 + 128, q1 + 128, 0x0051), byte_permute(q2 + 128, q3 + 128, 0x0051), 0x5410);
-    *reinterpret_cast<uint32_t*>(to + 64) = byte_permute(byte_permute(q0, q1, 0x0040), byte_permute(q2, q3, 0x0040), 0x5410);
-    int sum = q0 + q1 + q2 + q3;
-    sum += __shfl_xor_sync(kAllLanes, sum, 1);
-    sum += __shfl_xor_sync(kAllLanes, sum, 2);
-    sum += __shfl_xor_sync(kAllLanes, sum, 4);
-    if (lane % 8 == 0) sums[lane / 8] = __int2float_rn(sum) * (1.0f / Codec::kXScale);
-    if (lane == 0) *scale = __fmul_rn(__fmul_rn(range, 1.0f / 32512.0f), Codec::kXScale);
-  } else {
-    float inverse = 1.0f, group_scale = 1.0f;
-    if (Codec::kX == XForm::kF16 && bits >= 0x00800000u) {
-      const uint32_t exponent = bits & 0x7f800000u;          // the largest becomes 1 to 2
-      group_scale = __uint_as_float(exponent);
-      inverse = exponent < 0x7f000000u ? __uint_as_float(0x7f000000u - exponent) : 0x1p-127f;
-      if (exponent == 0x7f800000u) group_scale = __uint_as_float(0x7fc00000u);
-    }
-    const float values[4] = {__fmul_rn(v.x, inverse), __fmul_rn(v.y, inverse), __fmul_rn(v.z, inverse), __fmul_rn(v.w, inverse)};
-    uint32_t high[2], low[2];
+    int total[kCount];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float a = values[2 * i], b = values[2 * i + 1];
-      if constexpr (Codec::kX == XForm::kF16) {
-        const __half ha = __float2half_rn(a), hb = __float2half_rn(b);
-        const __half la = __float2half_rn(__fmul_rn(__fsub_rn(a, __half2float(ha)), 2048.0f));
-        const __half lb = __float2half_rn(__fmul_rn(__fsub_rn(b, __half2float(hb)), 2048.0f));
-        high[i] = uint32_t{__half_as_ushort(ha)} | uint32_t{__half_as_ushort(hb)} << 16;
-        low[i] = uint32_t{__half_as_ushort(la)} | uint32_t{__half_as_ushort(lb)} << 16;
-      } else {
-        const Bf16Pair pa = split_bf16(a), pb = split_bf16(b);
-        high[i] = pack_bf16(pa.high, pb.high);
-        low[i] = pack_bf16(pa.low, pb.low);
-      }
+    for (int i = 0; i < kCount; ++i) {
+      const float range = __uint_as_float(bits[i]);
+      const float inverse = range > 0x1p-110f ? __fmul_rn(32512.0f, __frcp_rn(range)) : 0.0f;   // 127 · 256
+      const int q0 = __float2int_rn(__fmul_rn(v[i].x, inverse)), q1 = __float2int_rn(__fmul_rn(v[i].y, inverse));
+      const int q2 = __float2int_rn(__fmul_rn(v[i].z, inverse)), q3 = __float2int_rn(__fmul_rn(v[i].w, inverse));
+      total[i] = q0 + q1 + q2 + q3;
+      if (index[i] < 0) continue;
+      *reinterpret_cast<uint32_t*>(to + index[i] * 256) =
+          byte_permute(byte_permute(q0 + 128, q1 + 128, 0x0051), byte_permute(q2 + 128, q3 + 128, 0x0051), 0x5410);
+      *reinterpret_cast<uint32_t*>(to + index[i] * 256 + 64) =
+          byte_permute(byte_permute(q0, q1, 0x0040), byte_permute(q2, q3, 0x0040), 0x5410);
+      if (lane == 0) scales[index[i]] = __fmul_rn(__fmul_rn(range, 1.0f / 32512.0f), Codec::kXScale);
     }
+    if constexpr (Codec::kNeedsSums) {
+#pragma unroll
+      for (int offset = 1; offset < 8; offset *= 2) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) total[i] += __shfl_xor_sync(kAllLanes, total[i], offset);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (lane % 8 == 0 && index[i] >= 0) sums[index[i] * 4 + lane / 8] = __int2float_rn(total[i]) * (1.0f / Codec::kXScale);
+    }
+  } else {
     const int step = lane / 4, half = lane / 2 % 2, t = lane % 2 * 2;
     unsigned char* to = codes + step / 2 * 128 + t * 16 + (step % 2 * 2 + half) * 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<uint32_t*>(to + i * 16) = high[i];
-      *reinterpret_cast<uint32_t*>(to + i * 16 + 64) = low[i];
+    for (int i = 0; i < kCount; ++i) {
+      float inverse = 1.0f, group_scale = 1.0f;
+      if (Codec::kX == XForm::kF16 && bits[i] >= 0x00800000u) {
+        const uint32_t exponent = bits[i] & 0x7f800000u;        // the largest becomes 1 to 2
+        group_scale = __uint_as_float(exponent);
+        inverse = exponent < 0x7f000000u ? __uint_as_float(0x7f000000u - exponent) : 0x1p-127f;
+        if (exponent == 0x7f800000u) group_scale = __uint_as_float(0x7fc00000u);
+      }
+      const float values[4] = {__fmul_rn(v[i].x, inverse), __fmul_rn(v[i].y, inverse), __fmul_rn(v[i].z, inverse),
+                               __fmul_rn(v[i].w, inverse)};
+      if (index[i] < 0) continue;
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const float a = values[2 * pair], b = values[2 * pair + 1];
+        uint32_t high, low;
+        if constexpr (Codec::kX == XForm::kF16) {
+          const __half ha = __float2half_rn(a), hb = __float2half_rn(b);
+          const __half la = __float2half_rn(__fmul_rn(__fsub_rn(a, __half2float(ha)), 2048.0f));
+          const __half lb = __float2half_rn(__fmul_rn(__fsub_rn(b, __half2float(hb)), 2048.0f));
+          high = uint32_t{__half_as_ushort(ha)} | uint32_t{__half_as_ushort(hb)} << 16;
+          low = uint32_t{__half_as_ushort(la)} | uint32_t{__half_as_ushort(lb)} << 16;
+        } else {
+          const Bf16Pair pa = split_bf16(a), pb = split_bf16(b);
+          high = pack_bf16(pa.high, pb.high);
+          low = pack_bf16(pa.low, pb.low);
+        }
+        *reinterpret_cast<uint32_t*>(to + index[i] * 512 + pair * 16) = high;
+        *reinterpret_cast<uint32_t*>(to + index[i] * 512 + pair * 16 + 64) = low;
+      }
+      if (lane == 0) scales[index[i]] = group_scale;
     }
-    if (lane == 0) *scale = group_scale;
   }
 }
 
@@ -191,7 +206,7 @@ class Matvec {
   static constexpr int kTilesAGroup = 128 / kTile.columns;
   static constexpr int kGroupBytes = Codec::kX == XForm::kInt16 ? 256 : 512;   // digits of one row and group
   static constexpr bool kHasSums = Codec::kX == XForm::kInt16;
-  static constexpr int kKept = 4;   // groups a warp whose values stay in registers between the sums of a norm and the digits
+  static constexpr int kKept = 2;   // groups a warp whose values stay in registers between the sums of a norm and the digits
 
   __device__ __forceinline__ Matvec(const MatvecKernelArgs& args, unsigned char* shared_memory)
       : a(args), op(args.op), shared(shared_memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
@@ -202,8 +217,9 @@ class Matvec {
     first_unit = block_unit(a.n_units, blockIdx.x, gridDim.x);
     n_units = block_unit(a.n_units, blockIdx.x + 1, gridDim.x) - first_unit;
     n_stages_total = n_units * a.n_stages;
-    fill_from = op.weights + first_unit * a.unit_bytes;
     max_groups = kHasSums ? a.scale_bytes / (op.n_rows * 20) : 0;
+    has_tile = warp < a.k_warps * a.row_warps;
+    k_of_warp = warp / a.row_warps;
   }
 
   __device__ __forceinline__ void run() {
@@ -214,18 +230,22 @@ class Matvec {
       in_batch = min(a.batch_units, n_units - unit);
       float* partials = reinterpret_cast<float*>(shared + partials_at + buffer * a.partial_bytes);
       for (int chunk = 0; chunk < a.n_chunks; ++chunk) {
+        const int stage_begin = chunk * a.chunk_stages, stage_end = min(stage_begin + a.chunk_stages, a.n_stages);
         if (a.n_chunks > 1 || unit == 0) {
           if (unit != 0 || chunk != 0) __syncthreads();      // nobody reads the last chunk any more
           if (unit == 0 && chunk == 0) first_x();
-          else prepare_x(chunk * a.chunk_stages);
+          else prepare_x(stage_begin, false);
           __syncthreads();
+          if (op.has_norm && threadIdx.x < op.n_rows) small->norm_factors[threadIdx.x] = factors(threadIdx.x).norm;
         }
-        const int stage_begin = chunk * a.chunk_stages, stage_end = min(stage_begin + a.chunk_stages, a.n_stages);
-        for (int u = 0; u < in_batch; ++u) {
-          float* mine = partials + (u * a.k_warps * a.row_warps + warp) * op.n_rows * kTileRows;
+        // Column tiles of x count from the first of its first group.
+        const int x_tile = stage_begin * a.k_warps % kTilesAGroup + k_of_warp;
+        float* mine = partials + warp * op.n_rows * kTileRows;
+        for (int u = 0; u < in_batch; ++u, mine += a.k_warps * a.row_warps * op.n_rows * kTileRows) {
           float acc[kTiles][2];
-          load_partials(mine, chunk > 0, acc);
-          for (int stage = stage_begin; stage < stage_end; ++stage, ++index) consume(index, stage, stage_begin, acc);
+          start_partials(mine, chunk > 0, acc);
+          int tile = x_tile;
+          for (int stage = stage_begin; stage < stage_end; ++stage, ++index, tile += a.k_warps) consume(index, tile, acc);
           store_partials(mine, acc);
         }
       }
@@ -244,40 +264,27 @@ class Matvec {
         barrier_init(&small->empty[s], kMatvecWarps);
       }
       barrier_init_fence();
+      if (BERYL_BULK_COPY)
+        for (int i = 0; i < min(a.ring_stages, n_stages_total); ++i) copy_stage(i, i);
     }
-#if BERYL_BULK_COPY
-    policy = evict_first_policy();
-#else
     __syncthreads();
-#endif
-    for (int i = 0; i < a.ring_stages; ++i) {
-      if (i < n_stages_total && (threadIdx.x == 0 || !BERYL_BULK_COPY)) copy_stage(i, i);
-      advance_fill();
-    }
-#if BERYL_BULK_COPY
-    __syncthreads();
-#endif
+    if (!BERYL_BULK_COPY)
+      for (int i = 0; i < min(a.ring_stages, n_stages_total); ++i) copy_stage(i, i);
   }
-  // The next stage to be copied. With one chunk of x the stream is contiguous, so that a pointer and a counter are enough.
-  __device__ __forceinline__ int fill_bytes() const { return fill_stage == a.n_stages - 1 ? a.last_stage_bytes : a.stage_bytes; }
-  __device__ __forceinline__ void advance_fill() {
-    fill_from += fill_bytes();
-    fill_stage = fill_stage == a.n_stages - 1 ? 0 : fill_stage + 1;
-  }
-  __device__ __forceinline__ void copy_stage(int index, int slot) {
-    const unsigned char* from = fill_from;
-    int n_bytes = fill_bytes();
+  // One lane with bulk copies, all threads without.
+  __device__ __forceinline__ void copy_stage(int index, int to_slot) {
+    int64_t stage = index;
     if (a.n_chunks > 1) {
       const StagePlace place = stage_place({n_units, a.n_stages, a.batch_units, a.chunk_stages}, index);
-      from = op.weights + (first_unit + place.unit) * a.unit_bytes + int64_t{place.stage} * a.stage_bytes;
-      n_bytes = place.stage == a.n_stages - 1 ? a.last_stage_bytes : a.stage_bytes;
+      stage = place.unit * a.n_stages + place.stage;
     }
-    unsigned char* to = shared + slot * a.stage_bytes;
+    const unsigned char* from = op.weights + first_unit * a.unit_bytes + stage * a.stage_bytes;
+    unsigned char* to = shared + to_slot * a.stage_bytes;
 #if BERYL_BULK_COPY
-    bulk_copy(to, from, n_bytes, &small->full[slot], policy);
+    bulk_copy(to, from, a.stage_bytes, &small->full[to_slot], evict_first_policy());
 #else
-    for (int i = threadIdx.x * 16; i < n_bytes; i += kMatvecThreads * 16) copy16_async(shared_address(to + i), from + i, 16);
-    barrier_arrive_after_copies(&small->full[slot]);
+    for (int i = threadIdx.x * 16; i < a.stage_bytes; i += kMatvecThreads * 16) copy16_async(shared_address(to + i), from + i, 16);
+    barrier_arrive_after_copies(&small->full[to_slot]);
 #endif
   }
   // After a warp has read its share of stage `index`, which is in `slot`. The stage before it is free as soon as all warps are
@@ -293,51 +300,34 @@ class Matvec {
         copy_stage(index - 1 + a.ring_stages, last_slot);
       }
     }
-    __syncwarp();
-    if (index > 0) advance_fill();
 #else
     __syncthreads();
     if (index + a.ring_stages < n_stages_total) copy_stage(index + a.ring_stages, slot);
-    advance_fill();
 #endif
     if (++slot == a.ring_stages) slot = 0, parity ^= 1;
   }
 
-  __device__ __forceinline__ void consume(int index, int stage, int stage_begin, float (&acc)[kTiles][2]) {
-    const int columns_a_stage = a.k_warps * kStageSlices, tiles_a_slice = a.k_warps * a.row_warps;
-    const int n_tiles = min(columns_a_stage, a.n_column_tiles - stage * columns_a_stage) * a.row_warps;
+  // Stage `index`: this warp's tile times column tile `x_tile` of x.
+  __device__ __forceinline__ void consume(int index, int x_tile, float (&acc)[kTiles][2]) {
     const unsigned char* codes = shared + slot * a.stage_bytes;
-    const unsigned char* meta = codes + n_tiles * kTile.code_bytes;
-    const int second = tiles_a_slice + warp < n_tiles ? tiles_a_slice : 0;   // none: the first again, and its result forgotten
-    const int first_column = stage_begin * columns_a_stage / kTilesAGroup * kTilesAGroup;   // that x begins with
-    const int column = stage * columns_a_stage + k_of_warp - first_column;
-    const bool mine = warp < tiles_a_slice && warp < n_tiles;
     barrier_wait(&small->full[slot], parity);
-    typename Codec::Loaded tile[2];
-    if (mine) {
-      Codec::load(tile[0], codes + warp * kTile.code_bytes, meta + warp * kTile.meta_bytes, lane);
-      Codec::load(tile[1], codes + (warp + second) * kTile.code_bytes, meta + (warp + second) * kTile.meta_bytes, lane);
-    }
+    if (!has_tile) return release(index);
+    typename Codec::Loaded tile;
+    Codec::load(tile, codes + warp * kTile.code_bytes, codes + a.tiles_bytes + warp * kTile.meta_bytes, lane);
     release(index);
-    if (!mine) return;
-    typename Codec::template Product<kTiles> product[2];
-    product[0].start(tile[0], shared, lane_x, column);
-    product[1].start(tile[1], shared, lane_x, column + (second ? a.k_warps : 0));
+    typename Codec::template Product<kTiles> product;
+    product.start(tile, shared, lane_x, x_tile);
 #pragma unroll
-    for (int i = 0; i < Codec::kSteps; ++i) {
-      product[0].step(tile[0], i);
-      product[1].step(tile[1], i);
-    }
-    product[0].finish(tile[0], acc);
-    if (second) product[1].finish(tile[1], acc);
+    for (int i = 0; i < Codec::kSteps; ++i) product.step(tile, i);
+    product.finish(tile, acc);
   }
 
   // ---- partial sums and y ----
-  __device__ __forceinline__ void load_partials(const float* mine, bool resume, float (&acc)[kTiles][2]) {
+  __device__ __forceinline__ void start_partials(const float* mine, bool resume, float (&acc)[kTiles][2]) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int row = 4 * n + lane % 4;
-      const bool there = resume && row < op.n_rows && warp < a.k_warps * a.row_warps;
+      const bool there = resume && row < op.n_rows && has_tile;
       acc[n][0] = there ? mine[row * kTileRows + lane / 4] : 0.0f;
       acc[n][1] = there ? mine[row * kTileRows + lane / 4 + 8] : 0.0f;
     }
@@ -346,7 +336,7 @@ class Matvec {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int row = 4 * n + lane % 4;
-      if (row < op.n_rows && warp < a.k_warps * a.row_warps) {
+      if (row < op.n_rows && has_tile) {
         mine[row * kTileRows + lane / 4] = acc[n][0];
         mine[row * kTileRows + lane / 4 + 8] = acc[n][1];
       }
@@ -365,20 +355,21 @@ class Matvec {
   }
   // Units [unit, unit + count) of the block: sums of the warps, row scales, epilogue.
   __device__ __forceinline__ void finish(int unit, int count, const float* partials) {
-    const int rows_a_tile = a.gated ? kTileRows / 2 : kTileRows;
+    const int rows_a_tile_bits = a.gated ? 3 : 4, rows_a_tile = 1 << rows_a_tile_bits;
     const int n_items = count * a.row_warps * op.n_rows * rows_a_tile;
     for (int item = threadIdx.x; item < n_items; item += kMatvecThreads) {
-      const int r = item % rows_a_tile, rest = item / rows_a_tile;
-      const int row = rest % op.n_rows, tile = rest / op.n_rows;
-      const int row_tile = tile % a.row_warps, u = tile / a.row_warps;
+      const int r = item & (rows_a_tile - 1), rest = item >> rows_a_tile_bits;
+      const int tile = op.n_rows == 1 ? rest : rest / op.n_rows, row = rest - tile * op.n_rows;
+      const int u = a.row_warps == 1 ? tile : tile / a.row_warps, row_tile = tile - u * a.row_warps;
       const int64_t tile_index = int64_t{first_unit + unit + u} * a.row_warps + row_tile;
       const int64_t col = tile_index * rows_a_tile + r;
       if (col >= a.outputs) continue;
       const float* scales = a.row_scales ? a.row_scales + tile_index * kTileRows + r : nullptr;
-      float value = add_partials(partials, u, row_tile, row, r);
+      const float factor = op.has_norm ? small->norm_factors[row] : 1.0f;
+      float value = __fmul_rn(add_partials(partials, u, row_tile, row, r), factor);
       if (scales) value = __fmul_rn(value, scales[0]);
       if (a.gated) {
-        float up = add_partials(partials, u, row_tile, row, r + 8);
+        float up = __fmul_rn(add_partials(partials, u, row_tile, row, r + 8), factor);
         if (scales) up = __fmul_rn(up, scales[8]);
         value = (op.epilogue == MatvecEpilogue::kGatedGelu ? gelu_tanh(value) : silu(value)) * up;
       } else {
@@ -396,7 +387,7 @@ class Matvec {
 
   // ---- x ----
   __device__ __forceinline__ void set_lane_x() {
-    k_of_warp = warp / a.row_warps;
+    lane_x.minus_one = a.minus_one;
     lane_x.code_stride = op.n_rows * kGroupBytes;
     lane_x.scale_stride = op.n_rows * 4;
 #pragma unroll
@@ -408,10 +399,10 @@ class Matvec {
       lane_x.scales[n] = scales_at + max_groups * op.n_rows * 16 + scale_row * 4;
     }
   }
-  __device__ __forceinline__ void write(int group, int row, float4 v) {
-    float* sums = reinterpret_cast<float*>(shared + scales_at) + (group * op.n_rows + row) * 4;
-    float* scale = reinterpret_cast<float*>(shared + scales_at + max_groups * op.n_rows * 16) + group * op.n_rows + row;
-    write_group<Codec>(v, lane, shared + x_at + (group * op.n_rows + row) * kGroupBytes, scale, sums);
+  template <int kCount>
+  __device__ __forceinline__ void write(const float4 (&v)[kCount], const int (&index)[kCount]) {
+    float* sums = reinterpret_cast<float*>(shared + scales_at);
+    write_groups<Codec>(v, index, lane, shared + x_at, sums + max_groups * op.n_rows * 4, sums);
   }
 
   __device__ __forceinline__ void put_sums(int row, float4 sums) {
@@ -436,113 +427,130 @@ class Matvec {
     }
     return row_factors(op, total, a.cols);
   }
-  // x' and h of 4 columns; the new x' is stored by one block, each group by another.
-  __device__ __forceinline__ float4 finish_x(float4 x, float4 t, float4 norm_weight, RowFactors f, int row, int group, int col) {
+  // x' of 4 columns times the norm's weight; the norm's factor, one for a row, multiplies the sums at the end (finish). The new x'
+  // is stored by one block, each group by another.
+  __device__ __forceinline__ float4 finish_x(float4 x, float4 t, float4 norm_weight, float add_factor, int row, int group, int col) {
     if (op.add.data) {
-      x = times(fused(t, f.add, x), op.add_scale);
+      x = times(fused(t, add_factor, x), op.add_scale);
       if (group % gridDim.x == blockIdx.x && col < a.cols) *reinterpret_cast<float4*>(op.sum + row * op.sum_stride + col) = x;
     }
-    if (op.has_norm) x = times(times(x, f.norm), norm_weight);
-    return x;
+    return op.has_norm ? times(x, norm_weight) : x;
   }
 
   // The first chunk of x: waits for the previous kernel, but loads what does not depend on it before.
   __device__ __forceinline__ void first_x() {
     set_lane_x();
     const int n_groups = (a.cols + 127) / 128;
-    const bool whole = op.has_norm || op.add.data;
-    if (op.n_rows == 1 && whole && n_groups <= kKept * kMatvecWarps && a.n_chunks == 1) {
-      const float4 zero = make_float4(0, 0, 0, 0);
-      float4 x[kKept], add[kKept], add_weight[kKept], norm_weight[kKept], sums = zero;
-#pragma unroll
-      for (int i = 0; i < kKept; ++i) {
-        const int col = (warp + i * kMatvecWarps) * 128 + lane * 4;
-        add_weight[i] = norm_weight[i] = zero;
-        if (col < a.cols) {
-          add_weight[i] = load_weight4(op.add_weight, col);
-          norm_weight[i] = load_weight4(op.norm_weight, col);
-        }
-      }
-      grid_wait_only();
-#pragma unroll
-      for (int i = 0; i < kKept; ++i) {
-        const int col = (warp + i * kMatvecWarps) * 128 + lane * 4;
-        x[i] = add[i] = zero;
-        if (col < a.cols) {
-          x[i] = load_row4(op.x, 0, col);
-          if (op.add.data) add[i] = load_row4(op.add, 0, col);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kKept; ++i) {
-        const float4 t = times(add[i], add_weight[i]);
-        add_sums(op, x[i], add[i], t, sums);
-        add[i] = t;
-      }
-      put_sums(0, sums);
-      __syncthreads();
-      const RowFactors f = factors(0);
-#pragma unroll
-      for (int i = 0; i < kKept; ++i) {
-        const int group = warp + i * kMatvecWarps, col = group * 128 + lane * 4;
-        if (group < n_groups) write(group, 0, finish_x(x[i], add[i], norm_weight[i], f, 0, group, col));
-      }
-      return;
-    }
+    if (op.n_rows == 1 && op.add.data && n_groups <= kKept * kMatvecWarps && a.n_chunks == 1) return kept_x(n_groups);
     grid_wait_only();
-    if (whole) {
+    const bool sums_first = op.add.data || (op.has_norm && a.n_chunks > 1);
+    if (sums_first) {
       for (int row = 0; row < op.n_rows; ++row) {
         float4 sums = make_float4(0, 0, 0, 0);
-#pragma unroll 2
+#pragma unroll 4
         for (int group = warp; group < n_groups; group += kMatvecWarps) {
           const int col = group * 128 + lane * 4;
-          if (col >= a.cols) continue;
-          const float4 x = load_row4(op.x, row, col);
-          float4 add = make_float4(0, 0, 0, 0);
-          if (op.add.data) add = load_row4(op.add, row, col);
-          add_sums(op, x, add, times(add, load_weight4(op.add_weight, col)), sums);
+          float4 x = make_float4(0, 0, 0, 0), add = x, weight = x;
+          if (col < a.cols) {
+            x = load_row4(op.x, row, col);
+            if (op.add.data) add = load_row4(op.add, row, col), weight = load_weight4(op.add_weight, col);
+          }
+          add_sums(op, x, add, times(add, weight), sums);
         }
         put_sums(row, sums);
       }
       __syncthreads();
+      if (op.add.data) {
+        if (threadIdx.x < op.n_rows) small->add_factors[threadIdx.x] = factors(threadIdx.x).add;
+        __syncthreads();
+      }
     }
-    prepare_x(0);
+    prepare_x(0, op.has_norm && !sums_first);
+  }
+  // One row whose values stay in registers between the sums and the digits.
+  __device__ __forceinline__ void kept_x(int n_groups) {
+    const float4 zero = make_float4(0, 0, 0, 0);
+    float4 x[kKept], add[kKept], norm_weight[kKept], sums = zero;
+    int index[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const int group = warp + i * kMatvecWarps, col = group * 128 + lane * 4;
+      index[i] = group < n_groups ? group : -1;
+      x[i] = norm_weight[i] = zero;
+      if (col < a.cols) {
+        x[i] = load_weight4(op.add_weight, col);
+        norm_weight[i] = load_weight4(op.norm_weight, col);
+      }
+    }
+    grid_wait_only();
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const int col = (warp + i * kMatvecWarps) * 128 + lane * 4;
+      const float4 weight = x[i];
+      x[i] = add[i] = zero;
+      if (col < a.cols) {
+        x[i] = load_row4(op.x, 0, col);
+        add[i] = load_row4(op.add, 0, col);
+      }
+      const float4 t = times(add[i], weight);
+      add_sums(op, x[i], add[i], t, sums);
+      add[i] = t;
+    }
+    put_sums(0, sums);
+    __syncthreads();
+    const float add_factor = factors(0).add;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const int group = warp + i * kMatvecWarps;
+      x[i] = finish_x(x[i], add[i], norm_weight[i], add_factor, 0, group, group * 128 + lane * 4);
+    }
+    write(x, index);
   }
 
-  // x of the chunk that begins with stage `stage_begin`; the sums of its rows are there.
-  __device__ __forceinline__ void prepare_x(int stage_begin) {
-    const int columns_a_stage = a.k_warps * kStageSlices;
-    const int tile_begin = stage_begin * columns_a_stage;
-    const int tile_end = min(tile_begin + a.chunk_stages * columns_a_stage, a.n_column_tiles);
+  // x of the chunk that begins with stage `stage_begin`. An AddNorm needs the sums of its rows before; a plain norm can take them
+  // on the way (with_sums).
+  __device__ __forceinline__ void prepare_x(int stage_begin, bool with_sums) {
+    const int tile_begin = stage_begin * a.k_warps, tile_end = min(stage_begin + a.chunk_stages, a.n_stages) * a.k_warps;
     const int group_begin = tile_begin / kTilesAGroup, group_end = (tile_end + kTilesAGroup - 1) / kTilesAGroup;
-    const bool whole = op.has_norm || op.add.data;
-    constexpr int kAhead = 4;       // loads in flight
-    for (int row = 0; row < op.n_rows; ++row) {
-      const RowFactors f = whole ? factors(row) : RowFactors{0.0f, 1.0f};
-      // The kept version gives a warp groups warp, warp + 16, ...; which warp does it changes no bit.
-      for (int base = group_begin + warp; base < group_end; base += kAhead * kMatvecWarps) {
-        float4 x[kAhead];
+    const int slots = (group_end - group_begin + kMatvecWarps - 1) / kMatvecWarps;   // groups of a row that a warp prepares
+    const int n_items = op.n_rows * slots;      // slots of row 0, of row 1, ...
+    constexpr int kAhead = 2;                   // items side by side; the next ones are being loaded
+    float4 sums = make_float4(0, 0, 0, 0), next[kAhead];
+    int load_row = 0, load_slot = 0, row = 0, slot_of_row = 0;
+    auto load = [&](int item) {
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int group = base + i * kMatvecWarps, col = group * 128 + lane * 4;
-          x[i] = make_float4(0, 0, 0, 0);
-          if (group < group_end && col < a.cols) x[i] = load_row4(op.x, row, col);
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = group_begin + load_slot * kMatvecWarps + warp, col = group * 128 + lane * 4;
+        next[i] = make_float4(0, 0, 0, 0);
+        if (item + i < n_items && group < group_end && col < a.cols) next[i] = load_row4(op.x, load_row, col);
+        if (++load_slot == slots) load_slot = 0, ++load_row;
+      }
+    };
+    load(0);
+    for (int item = 0; item < n_items; item += kAhead) {
+      float4 x[kAhead];
+      int index[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) x[i] = next[i];
+      load(item + kAhead);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int group = group_begin + slot_of_row * kMatvecWarps + warp, col = group * 128 + lane * 4;
+        const bool there = item + i < n_items && group < group_end;
+        index[i] = there ? (group - group_begin) * op.n_rows + row : -1;
+        if (with_sums) sums.w = dot(x[i], x[i], sums.w);
+        if (there && col < a.cols) {
+          float4 add = make_float4(0, 0, 0, 0), norm_weight = add;
+          if (op.add.data) add = times(load_row4(op.add, row, col), load_weight4(op.add_weight, col));
+          if (op.has_norm) norm_weight = load_weight4(op.norm_weight, col);
+          x[i] = finish_x(x[i], add, norm_weight, op.add.data ? small->add_factors[row] : 0.0f, row, group, col);
         }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const int group = base + i * kMatvecWarps, col = group * 128 + lane * 4;
-          if (group >= group_end) continue;
-          if (whole) {
-            float4 add = make_float4(0, 0, 0, 0), norm_weight = add;
-            if (col < a.cols) {
-              if (op.add.data) add = times(load_row4(op.add, row, col), load_weight4(op.add_weight, col));
-              norm_weight = load_weight4(op.norm_weight, col);
-            }
-            x[i] = finish_x(x[i], add, norm_weight, f, row, group, col);
-          }
-          write(group - group_begin, row, x[i]);
+        if (++slot_of_row == slots) {
+          if (with_sums && item + i < n_items) put_sums(row, sums);
+          sums.w = 0, slot_of_row = 0, ++row;
         }
       }
+      write(x, index);
     }
   }
 
@@ -551,15 +559,13 @@ class Matvec {
   unsigned char* shared;
   MatvecShared* small;
   LaneX<kTiles> lane_x;
-  const unsigned char* fill_from;
-  int fill_stage = 0;
-  uint64_t policy = 0;
   uint32_t parity = 0;
   int slot = 0;
   int x_at, scales_at, partials_at;
   int max_groups;
   int first_unit, n_units, n_stages_total;
   int warp, lane, k_of_warp;
+  bool has_tile;
 };
 
 // Two blocks share a multiprocessor's registers (this kernel's and the next one's); with 8 rows there is one.

@@ -346,8 +346,11 @@ void decode_tile_row(Format format, const TileRow& row, float row_scale, float* 
     switch (format) {
       case Format::kFp4G128: out[c] = kE2m1Values[code] * bf16_at(0); break;
       case Format::kMxfp4: out[c] = mxfp4_half_scale(row.meta[group]) * static_cast<float>(kE2m1Doubled[code]); break;
-      case Format::kNvfp4: out[c] = nvfp4_half_scale(row.meta[c / 16] | 0x80) *   // 0x7f on disk became 0
-                                     static_cast<float>(kE2m1Doubled[code]); break;
+      case Format::kNvfp4: {      // with bit 7 set, which means nothing, 0x7f is a number; on disk it is 0, and so it was packed
+        const float half_scale = nvfp4_half_scale(static_cast<uint8_t>(row.meta[c / 16] | 0x80));
+        out[c] = half_scale * static_cast<float>(kE2m1Doubled[code]);
+        break;
+      }
       case Format::kQ4_0: out[c] = f16_at(group) * sign_extend(code, 4); break;
       case Format::kQ5_0: out[c] = f16_at(group) * sign_extend(code, 5); break;
       case Format::kQ8_0: out[c] = sign_extend(code, 8) * f16_at(group); break;
@@ -399,13 +402,9 @@ SourceRow source_row(const MatvecPlan& plan, const MatvecSource& source, int til
 struct TilePlace {
   int stage = 0;
   int tile = 0;                     // within the stage
-  int tiles_of_stage = 0;
 };
 TilePlace tile_place(const MatvecPlan& plan, int column_tile, int row_tile_of_unit) {
-  const int columns_a_stage = plan.k_warps * kStageSlices;
-  const int stage = column_tile / columns_a_stage, within = column_tile % columns_a_stage;
-  const int columns = std::min(columns_a_stage, plan.n_column_tiles - stage * columns_a_stage);
-  return {stage, within * plan.row_warps + row_tile_of_unit, columns * plan.row_warps};
+  return {column_tile / plan.k_warps, column_tile % plan.k_warps * plan.row_warps + row_tile_of_unit};
 }
 
 }  // namespace
@@ -431,27 +430,22 @@ MatvecPlan plan_matvec(const MatvecSource& source, int n_sms) {
   const TileShape tile = tile_shape(plan.format);
   plan.n_row_tiles = ceil_div(plan.gated ? plan.rows / 2 : plan.rows, plan.gated ? kTileRows / 2 : kTileRows);
   plan.n_column_tiles = ceil_div(plan.cols, tile.columns);
-  // The busiest block's passes decide; of equal choices the one with the fewest rows a unit spreads best.
+  // The busiest block's stages decide; of equal choices the one with the fewest rows a unit spreads best.
   int64_t best = INT64_MAX;
   for (int row_warps = 1; row_warps <= kMatvecWarps; ++row_warps) {
-    const int slices = ceil_div(plan.n_column_tiles, kMatvecWarps / row_warps);
-    const int k_warps = ceil_div(plan.n_column_tiles, slices);
-    const int64_t cost = int64_t{ceil_div(ceil_div(plan.n_row_tiles, row_warps), n_sms)} * slices;
+    const int stages = ceil_div(plan.n_column_tiles, kMatvecWarps / row_warps);
+    const int64_t cost = int64_t{ceil_div(ceil_div(plan.n_row_tiles, row_warps), n_sms)} * stages;
     if (cost < best) {
       best = cost;
       plan.row_warps = row_warps;
-      plan.k_warps = k_warps;
-      plan.n_slices = slices;
+      plan.k_warps = ceil_div(plan.n_column_tiles, stages);
+      plan.n_stages = stages;
     }
   }
   plan.n_units = ceil_div(plan.n_row_tiles, plan.row_warps);
-  plan.n_stages = ceil_div(plan.n_slices, kStageSlices);
-  const int columns_a_stage = plan.k_warps * kStageSlices;
-  const int last_columns = plan.n_column_tiles - (plan.n_stages - 1) * columns_a_stage;
-  const int tile_bytes = tile.code_bytes + tile.meta_bytes;
-  plan.stage_bytes = static_cast<int>(round_up(int64_t{columns_a_stage} * plan.row_warps * tile_bytes, kStageAlignment));
-  plan.last_stage_bytes = static_cast<int>(round_up(int64_t{last_columns} * plan.row_warps * tile_bytes, kStageAlignment));
-  plan.unit_bytes = int64_t{plan.n_stages - 1} * plan.stage_bytes + plan.last_stage_bytes;
+  const int64_t tile_bytes = tile.code_bytes + tile.meta_bytes;
+  plan.stage_bytes = static_cast<int>(round_up(plan.k_warps * plan.row_warps * tile_bytes, kStageAlignment));
+  plan.unit_bytes = int64_t{plan.n_stages} * plan.stage_bytes;
   plan.packed_bytes = plan.n_units * plan.unit_bytes;
   if (has_row_scales(source)) {
     plan.scales_offset = plan.packed_bytes;
@@ -471,7 +465,7 @@ void pack_units(const MatvecPlan& plan, const MatvecSource& source, int unit_beg
         const TilePlace place = tile_place(plan, column_tile, t);
         auto* stage = reinterpret_cast<uint8_t*>(out + int64_t{place.stage} * plan.stage_bytes);
         uint8_t* codes = stage + place.tile * shape.code_bytes;
-        uint8_t* meta = stage + place.tiles_of_stage * shape.code_bytes + place.tile * shape.meta_bytes;
+        uint8_t* meta = stage + plan.k_warps * plan.row_warps * shape.code_bytes + place.tile * shape.meta_bytes;
         for (int r = 0; r < kTileRows; ++r) {
           const SourceRow from = source_row(plan, source, unit * plan.row_warps + t, r);
           if (!from.part) continue;
@@ -524,7 +518,7 @@ void unpack_row(const MatvecPlan& plan, const std::byte* packed, int64_t row, fl
     const TilePlace place = tile_place(plan, column_tile, tile % plan.row_warps);
     auto* stage = reinterpret_cast<const uint8_t*>(unit + int64_t{place.stage} * plan.stage_bytes);
     read_codes(kind, r, stage + place.tile * shape.code_bytes, values.codes);
-    read_meta(plan.format, r, stage + place.tiles_of_stage * shape.code_bytes + place.tile * shape.meta_bytes, values.meta);
+    read_meta(plan.format, r, stage + plan.k_warps * plan.row_warps * shape.code_bytes + place.tile * shape.meta_bytes, values.meta);
     decode_tile_row(plan.format, values, row_scale, decoded);
     const int64_t first = int64_t{column_tile} * shape.columns;
     const int64_t n = std::min<int64_t>(shape.columns, plan.cols - first);
@@ -545,7 +539,7 @@ MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice&
   launch.n_blocks = std::min(device.n_sms, plan.n_units);
   const int units_a_block = ceil_div(plan.n_units, launch.n_blocks);
   const int unit_partial_bytes = plan.k_warps * plan.row_warps * n_rows * kTileRows * 4;
-  launch.batch_units = std::clamp(8 * 1024 / unit_partial_bytes, 1, std::max(1, std::min(units_a_block, 8)));
+  launch.batch_units = std::clamp(4 * 1024 / unit_partial_bytes, 1, std::max(1, std::min(units_a_block, 8)));
   launch.partial_bytes = launch.batch_units * unit_partial_bytes;
 
   // Two kernels on a multiprocessor overlap, so half of the memory is the aim, with three stages in flight; then all of it, and
@@ -554,9 +548,9 @@ MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice&
     const int stages_a_chunk = ceil_div(plan.n_stages, n_chunks);
     launch.chunk_stages = stages_a_chunk;
     launch.n_chunks = ceil_div(plan.n_stages, stages_a_chunk);
-    const int tiles = std::min(stages_a_chunk * kStageSlices * plan.k_warps, plan.n_column_tiles);
+    const int tiles = stages_a_chunk * plan.k_warps, all_tiles = plan.n_stages * plan.k_warps;
     // A chunk of half tiles may begin within a group of x.
-    const int groups = std::min(ceil_div(tiles, tiles_a_group) + (tiles_a_group - 1), ceil_div(plan.n_column_tiles, tiles_a_group));
+    const int groups = std::min(ceil_div(tiles, tiles_a_group) + (tiles_a_group - 1), ceil_div(all_tiles, tiles_a_group));
     launch.x_bytes = groups * n_rows * (floats ? 512 : 256);
     launch.scale_bytes = static_cast<int>(round_up(groups * n_rows * (floats ? 4 : 20), 16));
     const int fixed = launch.x_bytes + launch.scale_bytes + 2 * launch.partial_bytes + kSmall;

@@ -3,13 +3,13 @@
 //
 // A tile is 16 rows x 128 columns (64 for 16-bit weights): the codes in the order in which the lanes of one warp feed them to
 // the tensor cores, and its meta data (scales, mins). A slice is what the warps of a block multiply side by side: k_warps column
-// tiles of row_warps row tiles. A stage is one or more slices, codes first, then meta data, padded to a multiple of 128 bytes:
-// one bulk copy. A unit is all columns of row_warps row tiles: whole stages. A matrix is its units, one after the other, then a
-// scale for each row where the format (or a tensor scale) has one. So a block that owns a range of units reads one contiguous
-// stream.
+// tiles of row_warps row tiles. It is one stage of the kernel's ring: codes first, then meta data, padded to a multiple of 128
+// bytes, one bulk copy; columns that the matrix does not have are tiles of zeros, so that all stages are alike. A unit is all
+// columns of row_warps row tiles: whole stages. A matrix is its units, one after the other, then a scale for each row where the
+// format (or a tensor scale) has one. So a block that owns a range of units reads one contiguous stream.
 //
 //   unit   [n_stages]  stage                      row_warps · 16 rows, all columns
-//   stage  [tiles] codes, [tiles] meta, padding   tile (slice s, column tile k, row tile r): (s · k_warps + k) · row_warps + r
+//   stage  [tiles] codes, [tiles] meta, padding   tile (column tile k, row tile r): k · row_warps + r
 //
 // In a gated matrix (gate and up, Epilogue::kGated*) rows 0..7 of a row tile are gate rows and rows 8..15 the up rows of the
 // same outputs.
@@ -51,8 +51,8 @@ BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
 }
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kStageSlices = 2;        // a warp multiplies two tiles side by side
-inline constexpr int kMatvecWarps = 8;        // of a block; k_warps · row_warps of them have tiles
+inline constexpr int kStageSlices = 1;        // column tiles of a stage: k_warps times this
+inline constexpr int kMatvecWarps = 16;       // of a block; k_warps · row_warps of them have tiles
 inline constexpr int kMatvecMaxStages = 8;    // of the ring
 inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 
@@ -74,11 +74,9 @@ struct MatvecPlan {
   int n_column_tiles = 0;
   int k_warps = 1;
   int row_warps = 1;
-  int n_slices = 0;                 // of a unit: ceil(n_column_tiles / k_warps)
-  int n_stages = 0;                 // of a unit
+  int n_stages = 0;                 // of a unit: ceil(n_column_tiles / k_warps)
   int n_units = 0;
-  int stage_bytes = 0;              // of a full stage; the last of a unit may be shorter
-  int last_stage_bytes = 0;
+  int stage_bytes = 0;
   int64_t unit_bytes = 0;
   int64_t scales_offset = 0;        // where the row scales begin, f32 [n_row_tiles · 16]; 0: none
   int64_t packed_bytes = 0;         // of device memory, to be aligned to 128 bytes

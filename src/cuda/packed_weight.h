@@ -48,8 +48,7 @@ BERYL_HOST_DEVICE inline PackedTileRow packed_tile_row(const PackedMatrix& matri
   const int64_t tile = matrix.gated ? row % half / 8 : row / kTileRows;
   const int r = static_cast<int>(matrix.gated ? row % half % 8 + row / half * 8 : row % kTileRows);
   const int stage = column_tile / matrix.columns_a_stage, within = column_tile % matrix.columns_a_stage;
-  const int left = matrix.n_column_tiles - stage * matrix.columns_a_stage;
-  const int columns = left < matrix.columns_a_stage ? left : matrix.columns_a_stage;
+  const int columns = matrix.columns_a_stage;
   const int index = within * matrix.row_warps + static_cast<int>(tile % matrix.row_warps);
   const uint8_t* at = matrix.packed + tile / matrix.row_warps * matrix.unit_bytes + stage * matrix.stage_bytes;
   PackedTileRow result = {at + index * matrix.code_bytes,
