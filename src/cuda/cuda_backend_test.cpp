@@ -45,7 +45,7 @@ CaseOptions options(CacheType cache_type) {
   options.tolerance.activation_roundoff = 0x1p-16;
   options.tolerance.operand_fixed_point = 0x1p-16;
   options.tolerance.weight_roundoff = 0x1p-17;
-  options.tolerance.cache_roundoff = cache_type == CacheType::kF32 ? 0x1p-24 : cache_type == CacheType::kFp8 ? 0x1p-4 : 0x1p-9;
+  options.tolerance.cache_roundoff = cache_type == CacheType::kF32 ? 0x1p-24 : cache_type == CacheType::kFp8 ? 0x1p-4 : 0x1p-8;
   options.independent_rows = 64;
   return options;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -141,6 +142,7 @@ void CudaExecutor::set_history(int sequence, std::span<const int32_t> prompt, st
 
 void CudaExecutor::run(OpRange range) {
   check(cudaSetDevice(device_.device), "choosing the GPU");
+  close_page();
   const size_t end = std::min(range.end, program_.ops.size()), begin = std::min(range.begin, end);
   bucket_position_ = bucket_position(last_position_);
   if (begin == 0 && end == program_.ops.size() && n_tokens_ <= kStreamRows && n_copies_ == 0)
@@ -258,85 +260,99 @@ int64_t CudaExecutor::element_bytes() const {
   return 0;
 }
 
-// A row of all heads is n_kv_heads pieces, one page of one head apart.
-void CudaExecutor::read_cache(int cache, CachePart part, int page, int row, float* out) {
-  check(cudaSetDevice(device_.device), "choosing the GPU");
-  const auto index = static_cast<size_t>(cache);
+void CudaExecutor::copy_page(cudaMemcpyKind direction) {
+  const auto index = static_cast<size_t>(window_.cache);
+  const bool keys = window_.part == CachePart::kKeys;
   const CacheDecl& decl = program_.caches[index];
-  const auto heads = static_cast<size_t>(decl.n_kv_heads), dim = static_cast<size_t>(decl.head_dim);
-  const auto element = static_cast<size_t>(element_bytes());
-  std::vector<std::byte> values(heads * dim * element);
-  std::vector<float> scales(heads, 1.0f);
-  const bool keys = part == CachePart::kKeys;
-  check(cudaMemcpy2DAsync(values.data(), dim * element,
-                          buffers_.as<std::byte>(keys ? layout_.keys[index] : layout_.values[index],
-                                                 cache_offset(page, row, 0, decl.n_kv_heads, decl.head_dim) *
-                                                     static_cast<int64_t>(element)),
-                          kPageTokens * dim * element, dim * element, heads, cudaMemcpyDeviceToHost, stream_.get()),
-        "reading the cache");
+  const auto copy = [&](void* host, void* device, size_t bytes) {
+    const bool reads = direction == cudaMemcpyDeviceToHost;
+    check(cudaMemcpyAsync(reads ? host : device, reads ? device : host, bytes, direction, stream_.get()), "copying a page");
+  };
+  copy(window_.values.data(),
+       buffers_.as<std::byte>(keys ? layout_.keys[index] : layout_.values[index],
+                              cache_offset(window_.page, 0, 0, decl.n_kv_heads, decl.head_dim) * element_bytes()),
+       window_.values.size());
   if (layout_.cache_element == CacheElement::kFp8)
-    check(cudaMemcpy2DAsync(scales.data(), 4,
-                            buffers_.as<float>(keys ? layout_.key_scales[index] : layout_.value_scales[index],
-                                               cache_scale_offset(page, row, 0, decl.n_kv_heads) * 4),
-                            kPageTokens * 4, 4, heads, cudaMemcpyDeviceToHost, stream_.get()),
-          "reading the cache");
+    copy(window_.scales.data(),
+         buffers_.as<float>(keys ? layout_.key_scales[index] : layout_.value_scales[index],
+                            cache_scale_offset(window_.page, 0, 0, decl.n_kv_heads) * 4),
+         window_.scales.size() * 4);
   synchronize();
-  for (size_t i = 0; i < heads * dim; ++i) {
-    if (layout_.cache_element == CacheElement::kF32) {
-      std::memcpy(out + i, values.data() + i * 4, 4);
-    } else if (layout_.cache_element == CacheElement::kBf16) {
-      uint16_t bits;
-      std::memcpy(&bits, values.data() + i * 2, 2);
-      out[i] = bf16_to_f32(bits);
-    } else {
-      out[i] = e4m3_to_f32(static_cast<uint8_t>(values[i])) * scales[i / dim];
+}
+
+void CudaExecutor::open_page(int cache, CachePart part, int page) {
+  if (window_.cache == cache && window_.part == part && window_.page == page) return;
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  close_page();
+  const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+  const auto rows = static_cast<size_t>(decl.n_kv_heads) * kPageTokens;
+  window_.cache = cache;
+  window_.part = part;
+  window_.page = page;
+  window_.values.resize(rows * static_cast<size_t>(decl.head_dim) * static_cast<size_t>(element_bytes()));
+  window_.scales.assign(rows, 1.0f);
+  copy_page(cudaMemcpyDeviceToHost);
+}
+
+void CudaExecutor::close_page() {
+  if (window_.dirty) copy_page(cudaMemcpyHostToDevice);
+  window_.dirty = false;
+  window_.cache = -1;
+}
+
+void CudaExecutor::read_cache(int cache, CachePart part, int page, int row, float* out) {
+  open_page(cache, part, page);
+  const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+  for (int head = 0; head < decl.n_kv_heads; ++head) {
+    const auto from = static_cast<size_t>(cache_offset(0, row, head, decl.n_kv_heads, decl.head_dim));
+    const float scale = window_.scales[static_cast<size_t>(cache_scale_offset(0, row, head, decl.n_kv_heads))];
+    for (size_t i = from; i < from + static_cast<size_t>(decl.head_dim); ++i, ++out) {
+      if (layout_.cache_element == CacheElement::kF32) {
+        std::memcpy(out, window_.values.data() + i * 4, 4);
+      } else if (layout_.cache_element == CacheElement::kBf16) {
+        uint16_t bits;
+        std::memcpy(&bits, window_.values.data() + i * 2, 2);
+        *out = bf16_to_f32(bits);
+      } else {
+        *out = e4m3_to_f32(static_cast<uint8_t>(window_.values[i])) * scale;
+      }
     }
   }
 }
 
-void CudaExecutor::write_cache(int cache, CachePart part, int page, int row, const float* from) {
-  check(cudaSetDevice(device_.device), "choosing the GPU");
-  const auto index = static_cast<size_t>(cache);
-  const CacheDecl& decl = program_.caches[index];
-  const auto heads = static_cast<size_t>(decl.n_kv_heads), dim = static_cast<size_t>(decl.head_dim);
-  const auto element = static_cast<size_t>(element_bytes());
-  std::vector<std::byte> values(heads * dim * element);
-  std::vector<float> scales(heads, 1.0f);
-  for (size_t head = 0; head < heads && layout_.cache_element == CacheElement::kFp8; ++head) {
-    float largest = 0;
-    for (size_t d = 0; d < dim; ++d) {
-      const float magnitude = std::abs(from[head * dim + d]);
-      if (std::isnan(magnitude) || magnitude > largest) largest = magnitude;
-      if (std::isnan(magnitude)) break;
+void CudaExecutor::write_cache(int cache, CachePart part, int page, int row, const float* values) {
+  open_page(cache, part, page);
+  window_.dirty = true;
+  const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+  for (int head = 0; head < decl.n_kv_heads; ++head, values += decl.head_dim) {
+    const auto to = static_cast<size_t>(cache_offset(0, row, head, decl.n_kv_heads, decl.head_dim));
+    float scale = 1;
+    if (layout_.cache_element == CacheElement::kFp8) {
+      float largest = 0;
+      bool nan = false;
+      for (int d = 0; d < decl.head_dim; ++d) {
+        largest = std::max(largest, std::abs(values[d]));
+        nan = nan || std::isnan(values[d]);
+      }
+      scale = nan ? std::numeric_limits<float>::quiet_NaN() : largest == 0 ? 1.0f : largest / 448.0f;
+      window_.scales[static_cast<size_t>(cache_scale_offset(0, row, head, decl.n_kv_heads))] = scale;
     }
-    scales[head] = largest == 0 ? 1.0f : largest / 448.0f;
-  }
-  for (size_t i = 0; i < heads * dim; ++i) {
-    if (layout_.cache_element == CacheElement::kF32) {
-      std::memcpy(values.data() + i * 4, from + i, 4);
-    } else if (layout_.cache_element == CacheElement::kBf16) {
-      const uint16_t bits = f32_to_bf16(from[i]);
-      std::memcpy(values.data() + i * 2, &bits, 2);
-    } else {
-      values[i] = static_cast<std::byte>(f32_to_e4m3(from[i] / scales[i / dim]));
+    for (int d = 0; d < decl.head_dim; ++d) {
+      const size_t i = to + static_cast<size_t>(d);
+      if (layout_.cache_element == CacheElement::kF32) {
+        std::memcpy(window_.values.data() + i * 4, values + d, 4);
+      } else if (layout_.cache_element == CacheElement::kBf16) {
+        const uint16_t bits = f32_to_bf16(values[d]);
+        std::memcpy(window_.values.data() + i * 2, &bits, 2);
+      } else {
+        window_.values[i] = static_cast<std::byte>(f32_to_e4m3(values[d] / scale));
+      }
     }
   }
-  const bool keys = part == CachePart::kKeys;
-  check(cudaMemcpy2DAsync(buffers_.as<std::byte>(keys ? layout_.keys[index] : layout_.values[index],
-                                                 cache_offset(page, row, 0, decl.n_kv_heads, decl.head_dim) *
-                                                     static_cast<int64_t>(element)),
-                          kPageTokens * dim * element, values.data(), dim * element, dim * element, heads,
-                          cudaMemcpyHostToDevice, stream_.get()),
-        "writing the cache");
-  if (layout_.cache_element == CacheElement::kFp8)
-    check(cudaMemcpy2DAsync(buffers_.as<float>(keys ? layout_.key_scales[index] : layout_.value_scales[index],
-                                               cache_scale_offset(page, row, 0, decl.n_kv_heads) * 4),
-                            kPageTokens * 4, scales.data(), 4, 4, heads, cudaMemcpyHostToDevice, stream_.get()),
-          "writing the cache");
-  synchronize();
 }
 
 std::vector<std::string> CudaExecutor::damaged_guards() {
+  close_page();
   synchronize();
   return buffers_.damaged();
 }

@@ -43,6 +43,20 @@ class CudaExecutor final : public Executor {
     uint64_t last_use = 0;
   };
 
+  // A page of one cache in host memory, for tools and tests that read and write row after row.
+  struct PageWindow {
+    int cache = -1;
+    CachePart part = CachePart::kKeys;
+    int page = -1;
+    bool dirty = false;
+    std::vector<std::byte> values;    // [n_kv_heads][kPageTokens][head_dim]
+    std::vector<float> scales;        // [n_kv_heads][kPageTokens]
+  };
+  void open_page(int cache, CachePart part, int page);
+  // Writes the window back if it was changed, and forgets it.
+  void close_page();
+  void copy_page(cudaMemcpyKind direction);
+
   void execute(const Embed& op);
   void execute(const Linear& op);
   void execute(const QkvFinish& op);
@@ -105,6 +119,7 @@ class CudaExecutor final : public Executor {
   SampleFeatures features_;
   int bucket_position_ = 0;           // for grids, while ops are launched
 
+  PageWindow window_;
   std::vector<CachedGraph> graphs_;
   uint64_t uses_ = 0;
 };

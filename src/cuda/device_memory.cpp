@@ -2,8 +2,6 @@
 #include "cuda/device_memory.h"
 
 #include <algorithm>
-#include <map>
-#include <tuple>
 
 #include <fmt/format.h>
 
@@ -80,11 +78,7 @@ class LayoutBuilder {
     for (int rows = kMatvecMaxRows; rows > 0 && piece.max_rows == 0; --rows)
       if (plan_launch(piece.plan, rows, device_.matvec).n_blocks > 0) piece.max_rows = rows;
     if (piece.max_rows == 0) return piece;
-    const Key key{source.parts.front()->codes, piece.rows, true, source.gated};
-    const auto [entry, is_new] = known_.try_emplace(key, std::tuple{-1, -1, -1});
-    if (is_new)
-      std::get<0>(entry->second) = add(MemoryKind::kWeights, source.parts.front()->name, piece.plan.packed_bytes);
-    piece.buffer = std::get<0>(entry->second);
+    piece.buffer = add(MemoryKind::kWeights, source.parts.front()->name, piece.plan.packed_bytes);
     return piece;
   }
 
@@ -93,14 +87,10 @@ class LayoutBuilder {
     piece.part = &part;
     piece.shape = plain_shape(part);
     piece.rows = part.rows;
-    const auto [entry, is_new] = known_.try_emplace(Key{part.codes, part.rows, false, false}, std::tuple{-1, -1, -1});
-    auto& [codes, scales, mins] = entry->second;
-    if (is_new) {
-      codes = add(MemoryKind::kWeights, part.name, piece.shape.code_bytes());
-      if (piece.shape.has_scales) scales = add(MemoryKind::kWeights, part.name + " scales", piece.shape.scale_bytes());
-      if (piece.shape.has_mins) mins = add(MemoryKind::kWeights, part.name + " mins", piece.shape.min_bytes());
-    }
-    std::tie(piece.buffer, piece.scales_buffer, piece.mins_buffer) = entry->second;
+    piece.buffer = add(MemoryKind::kWeights, part.name, piece.shape.code_bytes());
+    if (piece.shape.has_scales)
+      piece.scales_buffer = add(MemoryKind::kWeights, part.name + " scales", piece.shape.scale_bytes());
+    if (piece.shape.has_mins) piece.mins_buffer = add(MemoryKind::kWeights, part.name + " mins", piece.shape.min_bytes());
     return piece;
   }
 
@@ -293,14 +283,11 @@ class LayoutBuilder {
     }
   }
 
-  using Key = std::tuple<const std::byte*, int64_t, bool, bool>;   // codes, rows, packed, gated
-
   const Program& program_;
   const StepLimits& limits_;
   const DeviceProperties& device_;
   MemoryLayout layout_;
   int heads_ = 0;
-  std::map<Key, std::tuple<int, int, int>> known_;   // a matrix that two places share is kept once
 };
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "cuda/handles.h"
 #include "cuda/kernels.h"
 #include "cuda/matvec.h"
+#include "cuda/packed_rows.h"
 #include "cuda/plain_matrix.h"
 #include "ops/backend.h"
 

@@ -5,9 +5,10 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
-#include <set>
 #include <thread>
+#include <tuple>
 
 #include "cuda/device_memory.h"
 
@@ -94,11 +95,29 @@ void import_plain(const MatrixPiece& piece, const DeviceBuffers& buffers) {
 }  // namespace
 
 void import_weights(const Program& program, const MemoryLayout& layout, const DeviceBuffers& buffers) {
-  std::set<int> done;                 // buffers that two matrices share
+  // Random models read the same bytes for many matrices: those of equal sources are packed once and then copied.
+  using SourceKey = std::tuple<std::vector<const std::byte*>, std::vector<const std::byte*>, std::vector<float>, int64_t, int64_t,
+                               Format, bool>;
+  std::map<SourceKey, int> packed;
   for (const DeviceMatrix& matrix : layout.matrices)
     for (const MatrixPiece& piece : matrix.pieces) {
-      if (!done.insert(piece.buffer).second) continue;
-      piece.packed ? import_packed(piece, buffers) : import_plain(piece, buffers);
+      if (!piece.packed) {
+        import_plain(piece, buffers);
+        continue;
+      }
+      SourceKey key{{}, {}, {}, piece.plan.rows, piece.plan.cols, piece.plan.format, piece.gated};
+      for (const HostMatrix* part : piece.source.parts) {
+        std::get<0>(key).push_back(part->codes);
+        std::get<1>(key).push_back(part->scales);
+        std::get<2>(key).push_back(part->tensor_scale);
+      }
+      const auto [known, is_new] = packed.try_emplace(std::move(key), piece.buffer);
+      if (is_new)
+        import_packed(piece, buffers);
+      else
+        check(cudaMemcpy(buffers.as<std::byte>(piece.buffer), buffers.as<std::byte>(known->second),
+                         static_cast<size_t>(piece.plan.packed_bytes), cudaMemcpyDeviceToDevice),
+              "copying weights");
     }
   for (size_t i = 0; i < program.weights->vectors.size(); ++i) {
     const WeightVector& vector = program.weights->vectors[i];

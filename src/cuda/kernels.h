@@ -6,7 +6,6 @@
 
 #include "base/rng.h"
 #include "cuda/launch.h"
-#include "cuda/packed_weight.h"
 #include "cuda/plain_matrix.h"
 #include "ops/op.h"
 
@@ -26,26 +25,6 @@ struct EmbedArgs {
   int64_t cols;
 };
 void launch_embed(const LaunchContext& context, const EmbedArgs& args, int64_t n_tokens);
-
-// ---- packed_rows.cu ----
-struct PackedEmbedArgs {
-  PackedMatrix table;
-  int64_t table_row;                // row of the packed matrix that is row 0 of the table
-  const int32_t* ids;
-  RowsView out;
-  float scale;
-};
-void launch_packed_embed(const LaunchContext& context, const PackedEmbedArgs& args, int64_t n_tokens);
-
-struct PackedPanelArgs {            // as PlainPanelArgs
-  PackedMatrix weight;
-  int64_t row_begin;
-  int64_t n_rows;
-  uint16_t* high;
-  uint16_t* low;
-  int64_t panel_cols;
-};
-void launch_packed_panel(const LaunchContext& context, const PackedPanelArgs& args);
 
 // ---- norm.cu ----
 // out = norm(x), or x where there is no norm: f32, or split into two bf16 planes padded to `padded_cols` with zeros.
