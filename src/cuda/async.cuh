@@ -66,6 +66,12 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n
 }
 #endif
 
+// A barrier of the first kThreads threads of a block, a multiple of 32.
+template <int kThreads>
+__device__ __forceinline__ void partial_block_barrier() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 // Programmatic dependent launch in two parts (device.cuh has both in one): let the next kernel start, and wait for the last.
 __device__ __forceinline__ void grid_launch_dependents() {
 #if BERYL_BULK_COPY

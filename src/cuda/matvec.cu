@@ -75,7 +75,7 @@ void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecD
   kernel_args.x_bytes = cut.x_bytes;
   kernel_args.scale_bytes = cut.scale_bytes;
   kernel_args.partial_bytes = cut.partial_bytes;
-  kernel_args.tiles_bytes = plan.k_warps * plan.row_warps * tile_shape(plan.format).code_bytes;
+  kernel_args.tiles_bytes = plan.stage_tiles() * tile_shape(plan.format).code_bytes;
   kernel_args.minus_one = ~0u;
   kernel_args.gated = plan.gated;
   LaunchShape shape;

@@ -1,4 +1,4 @@
-// y = epilogue(W · norm(x)) for few rows of x, one block a multiprocessor, 16 warps a block.
+// y = epilogue(W · norm(x)) for few rows of x, one block a multiprocessor: 15 warps that multiply and one that copies.
 //
 //   weights   units of stages of tiles (matvec_layout.h): the block's units are one stream, read once, copied stage by stage into
 //             a ring in shared memory. The ring is filled before the wait for the previous kernel, because weights depend on
@@ -23,7 +23,8 @@
 
 namespace beryl::cuda {
 
-inline constexpr int kMatvecThreads = kMatvecWarps * 32;
+inline constexpr int kMatvecConsumers = kMatvecWarps * 32;      // threads that multiply
+inline constexpr int kMatvecThreads = kMatvecConsumers + 32;     // and the warp that copies
 
 // The plan and the launch in the form that the kernel wants.
 struct MatvecKernelArgs {
@@ -224,7 +225,17 @@ class Matvec {
 
   __device__ __forceinline__ void run() {
     grid_launch_dependents();
-    start_ring();
+    if (threadIdx.x == kMatvecConsumers) {
+      for (int s = 0; s < a.ring_stages; ++s) {
+        barrier_init(&small->full[s], BERYL_BULK_COPY ? 1 : kMatvecConsumers);
+        barrier_init(&small->empty[s], a.k_warps * a.row_warps);
+      }
+      barrier_init_fence();
+    }
+    __syncthreads();
+    if (warp == kMatvecWarps) return copy_stages();
+    if (!BERYL_BULK_COPY)
+      for (int i = 0; i < min(a.ring_stages, n_stages_total); ++i) copy_together(i, i);
     int in_batch = 0, index = 0, buffer = 0;
     for (int unit = 0; unit < n_units; unit += in_batch) {
       in_batch = min(a.batch_units, n_units - unit);
@@ -232,94 +243,100 @@ class Matvec {
       for (int chunk = 0; chunk < a.n_chunks; ++chunk) {
         const int stage_begin = chunk * a.chunk_stages, stage_end = min(stage_begin + a.chunk_stages, a.n_stages);
         if (a.n_chunks > 1 || unit == 0) {
-          if (unit != 0 || chunk != 0) __syncthreads();      // nobody reads the last chunk any more
+          if (unit != 0 || chunk != 0) barrier();            // nobody reads the last chunk any more
           if (unit == 0 && chunk == 0) first_x();
           else prepare_x(stage_begin, false);
-          __syncthreads();
+          barrier();
           if (op.has_norm && threadIdx.x < op.n_rows) small->norm_factors[threadIdx.x] = factors(threadIdx.x).norm;
         }
-        // Column tiles of x count from the first of its first group.
-        const int x_tile = stage_begin * a.k_warps % kTilesAGroup + k_of_warp;
-        float* mine = partials + warp * op.n_rows * kTileRows;
-        for (int u = 0; u < in_batch; ++u, mine += a.k_warps * a.row_warps * op.n_rows * kTileRows) {
-          float acc[kTiles][2];
-          start_partials(mine, chunk > 0, acc);
-          int tile = x_tile;
-          for (int stage = stage_begin; stage < stage_end; ++stage, ++index, tile += a.k_warps) consume(index, tile, acc);
-          store_partials(mine, acc);
+        if (!BERYL_BULK_COPY || has_tile) {
+          // Column tiles of x count from the first of its first group.
+          const int first_tile = stage_begin * a.k_warps * kTile.slices % kTilesAGroup + k_of_warp;
+          float* mine = partials + warp * op.n_rows * kTileRows;
+          for (int u = 0; u < in_batch; ++u, mine += a.k_warps * a.row_warps * op.n_rows * kTileRows) {
+            float acc[kTiles][2];
+            start_partials(mine, chunk > 0, acc);
+            int tile = first_tile;
+            for (int stage = stage_begin; stage < stage_end; ++stage, ++index, tile += a.k_warps * kTile.slices)
+              consume(index, tile, acc);
+            store_partials(mine, acc);
+          }
         }
       }
-      __syncthreads();
+      barrier();
       finish(unit, in_batch, partials);
       buffer ^= 1;
     }
   }
 
  private:
+  __device__ __forceinline__ static void barrier() { partial_block_barrier<kMatvecConsumers>(); }
+
   // ---- the ring ----
-  __device__ __forceinline__ void start_ring() {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < a.ring_stages; ++s) {
-        barrier_init(&small->full[s], BERYL_BULK_COPY ? 1 : kMatvecThreads);
-        barrier_init(&small->empty[s], kMatvecWarps);
-      }
-      barrier_init_fence();
-      if (BERYL_BULK_COPY)
-        for (int i = 0; i < min(a.ring_stages, n_stages_total); ++i) copy_stage(i, i);
-    }
-    __syncthreads();
-    if (!BERYL_BULK_COPY)
-      for (int i = 0; i < min(a.ring_stages, n_stages_total); ++i) copy_stage(i, i);
-  }
-  // One lane with bulk copies, all threads without.
-  __device__ __forceinline__ void copy_stage(int index, int to_slot) {
+  __device__ __forceinline__ const unsigned char* stage_from(int index) const {
     int64_t stage = index;
     if (a.n_chunks > 1) {
       const StagePlace place = stage_place({n_units, a.n_stages, a.batch_units, a.chunk_stages}, index);
       stage = place.unit * a.n_stages + place.stage;
     }
-    const unsigned char* from = op.weights + first_unit * a.unit_bytes + stage * a.stage_bytes;
-    unsigned char* to = shared + to_slot * a.stage_bytes;
+    return op.weights + first_unit * a.unit_bytes + stage * a.stage_bytes;
+  }
+  // The copying warp, with bulk copies: one lane, which waits for nothing but free slots.
+  __device__ __forceinline__ void copy_stages() {
 #if BERYL_BULK_COPY
-    bulk_copy(to, from, a.stage_bytes, &small->full[to_slot], evict_first_policy());
-#else
-    for (int i = threadIdx.x * 16; i < a.stage_bytes; i += kMatvecThreads * 16) copy16_async(shared_address(to + i), from + i, 16);
-    barrier_arrive_after_copies(&small->full[to_slot]);
+    if (lane != 0) return;
+    const uint64_t policy = evict_first_policy();
+#pragma unroll 1
+    for (int i = 0; i < n_stages_total; ++i) {
+      const unsigned char* from = stage_from(i);
+      if (i >= a.ring_stages) barrier_wait(&small->empty[slot], parity ^ 1);
+      bulk_copy(shared + slot * a.stage_bytes, from, a.stage_bytes, &small->full[slot], policy);
+      next_slot();
+    }
 #endif
   }
-  // After a warp has read its share of stage `index`, which is in `slot`. The stage before it is free as soon as all warps are
-  // done with it; the warps take turns to refill it, one stage late, so that they hardly ever wait.
-  __device__ __forceinline__ void release(int index) {
-#if BERYL_BULK_COPY
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(&small->empty[slot]);
-      if (index % kMatvecWarps == warp && index > 0 && index - 1 + a.ring_stages < n_stages_total) {
-        const int last_slot = slot == 0 ? a.ring_stages - 1 : slot - 1;
-        barrier_wait(&small->empty[last_slot], slot == 0 ? parity ^ 1 : parity);
-        copy_stage(index - 1 + a.ring_stages, last_slot);
-      }
-    }
-#else
-    __syncthreads();
-    if (index + a.ring_stages < n_stages_total) copy_stage(index + a.ring_stages, slot);
-#endif
+  // Without bulk copies all that multiply copy, and meet after each stage.
+  __device__ __forceinline__ void copy_together(int index, int to_slot) {
+    const unsigned char* from = stage_from(index);
+    unsigned char* to = shared + to_slot * a.stage_bytes;
+    for (int i = threadIdx.x * 16; i < a.stage_bytes; i += kMatvecConsumers * 16) copy16_async(shared_address(to + i), from + i, 16);
+    barrier_arrive_after_copies(&small->full[to_slot]);
+  }
+  __device__ __forceinline__ void next_slot() {
     if (++slot == a.ring_stages) slot = 0, parity ^= 1;
   }
+  // After a warp has read its share of stage `index`.
+  __device__ __forceinline__ void release(int index) {
+    if (BERYL_BULK_COPY) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&small->empty[slot]);
+    } else {
+      barrier();
+      if (index + a.ring_stages < n_stages_total) copy_together(index + a.ring_stages, slot);
+    }
+    next_slot();
+  }
 
-  // Stage `index`: this warp's tile times column tile `x_tile` of x.
+  // Stage `index`: this warp's tiles times column tiles `x_tile`, `x_tile + k_warps` of x.
   __device__ __forceinline__ void consume(int index, int x_tile, float (&acc)[kTiles][2]) {
     const unsigned char* codes = shared + slot * a.stage_bytes;
+    const int own = has_tile ? warp : 0, slice = a.k_warps * a.row_warps;
+    const unsigned char* own_codes = codes + own * kTile.code_bytes;
+    const unsigned char* own_meta = codes + a.tiles_bytes + own * kTile.meta_bytes;
     barrier_wait(&small->full[slot], parity);
-    if (!has_tile) return release(index);
-    typename Codec::Loaded tile;
-    Codec::load(tile, codes + warp * kTile.code_bytes, codes + a.tiles_bytes + warp * kTile.meta_bytes, lane);
-    release(index);
-    typename Codec::template Product<kTiles> product;
-    product.start(tile, shared, lane_x, x_tile);
+    typename Codec::Loaded tile[kTile.slices];
 #pragma unroll
-    for (int i = 0; i < Codec::kSteps; ++i) product.step(tile, i);
-    product.finish(tile, acc);
+    for (int s = 0; s < kTile.slices; ++s)
+      Codec::load(tile[s], own_codes + s * slice * kTile.code_bytes, own_meta + s * slice * kTile.meta_bytes, lane);
+    release(index);
+#pragma unroll
+    for (int s = 0; s < kTile.slices; ++s) {
+      typename Codec::template Product<kTiles> product;
+      product.start(tile[s], shared, lane_x, x_tile + s * a.k_warps);
+#pragma unroll
+      for (int i = 0; i < Codec::kSteps; ++i) product.step(tile[s], i);
+      product.finish(tile[s], acc);
+    }
   }
 
   // ---- partial sums and y ----
@@ -357,7 +374,7 @@ class Matvec {
   __device__ __forceinline__ void finish(int unit, int count, const float* partials) {
     const int rows_a_tile_bits = a.gated ? 3 : 4, rows_a_tile = 1 << rows_a_tile_bits;
     const int n_items = count * a.row_warps * op.n_rows * rows_a_tile;
-    for (int item = threadIdx.x; item < n_items; item += kMatvecThreads) {
+    for (int item = threadIdx.x; item < n_items; item += kMatvecConsumers) {
       const int r = item & (rows_a_tile - 1), rest = item >> rows_a_tile_bits;
       const int tile = op.n_rows == 1 ? rest : rest / op.n_rows, row = rest - tile * op.n_rows;
       const int u = a.row_warps == 1 ? tile : tile / a.row_warps, row_tile = tile - u * a.row_warps;
@@ -459,10 +476,10 @@ class Matvec {
         }
         put_sums(row, sums);
       }
-      __syncthreads();
+      barrier();
       if (op.add.data) {
         if (threadIdx.x < op.n_rows) small->add_factors[threadIdx.x] = factors(threadIdx.x).add;
-        __syncthreads();
+        barrier();
       }
     }
     prepare_x(0, op.has_norm && !sums_first);
@@ -497,7 +514,7 @@ class Matvec {
       add[i] = t;
     }
     put_sums(0, sums);
-    __syncthreads();
+    barrier();
     const float add_factor = factors(0).add;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
@@ -510,7 +527,8 @@ class Matvec {
   // x of the chunk that begins with stage `stage_begin`. An AddNorm needs the sums of its rows before; a plain norm can take them
   // on the way (with_sums).
   __device__ __forceinline__ void prepare_x(int stage_begin, bool with_sums) {
-    const int tile_begin = stage_begin * a.k_warps, tile_end = min(stage_begin + a.chunk_stages, a.n_stages) * a.k_warps;
+    const int columns = a.k_warps * kTile.slices;
+    const int tile_begin = stage_begin * columns, tile_end = min(stage_begin + a.chunk_stages, a.n_stages) * columns;
     const int group_begin = tile_begin / kTilesAGroup, group_end = (tile_end + kTilesAGroup - 1) / kTilesAGroup;
     const int slots = (group_end - group_begin + kMatvecWarps - 1) / kMatvecWarps;   // groups of a row that a warp prepares
     const int n_items = op.n_rows * slots;      // slots of row 0, of row 1, ...

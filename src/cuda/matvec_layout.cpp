@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kColumns = 128;                 // of a tile of integer or 8-bit codes
 constexpr int kHalfColumns = 64;              // of a tile of 16-bit weights
+constexpr int kEnoughInFlight = 60 * 1024;    // bytes of a ring that keep one multiprocessor's share of the memory busy
 constexpr int64_t kStageAlignment = 128;      // bulk copies of anything else lose a quarter of the bandwidth
 
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -404,7 +405,7 @@ struct TilePlace {
   int tile = 0;                     // within the stage
 };
 TilePlace tile_place(const MatvecPlan& plan, int column_tile, int row_tile_of_unit) {
-  return {column_tile / plan.k_warps, column_tile % plan.k_warps * plan.row_warps + row_tile_of_unit};
+  return {column_tile / plan.stage_columns(), column_tile % plan.stage_columns() * plan.row_warps + row_tile_of_unit};
 }
 
 }  // namespace
@@ -430,21 +431,26 @@ MatvecPlan plan_matvec(const MatvecSource& source, int n_sms) {
   const TileShape tile = tile_shape(plan.format);
   plan.n_row_tiles = ceil_div(plan.gated ? plan.rows / 2 : plan.rows, plan.gated ? kTileRows / 2 : kTileRows);
   plan.n_column_tiles = ceil_div(plan.cols, tile.columns);
-  // The busiest block's stages decide; of equal choices the one with the fewest rows a unit spreads best.
+  // The time of the busiest block decides: a stage costs what its tiles take to arrive, and something on top. Of equal choices
+  // the one with the fewest rows a unit spreads best.
+  constexpr int64_t kStageCost = 5;           // tiles' worth
   int64_t best = INT64_MAX;
   for (int row_warps = 1; row_warps <= kMatvecWarps; ++row_warps) {
-    const int stages = ceil_div(plan.n_column_tiles, kMatvecWarps / row_warps);
-    const int64_t cost = int64_t{ceil_div(ceil_div(plan.n_row_tiles, row_warps), n_sms)} * stages;
-    if (cost < best) {
-      best = cost;
-      plan.row_warps = row_warps;
-      plan.k_warps = ceil_div(plan.n_column_tiles, stages);
-      plan.n_stages = stages;
+    for (int k_warps = 1; k_warps * row_warps <= kMatvecWarps; ++k_warps) {
+      const int64_t stages = ceil_div(plan.n_column_tiles, tile.slices * k_warps);
+      const int64_t units = ceil_div(ceil_div(plan.n_row_tiles, row_warps), n_sms);
+      const int64_t cost = units * stages * (tile.slices * k_warps * row_warps + kStageCost);
+      if (cost < best) {
+        best = cost;
+        plan.row_warps = row_warps;
+        plan.k_warps = k_warps;
+        plan.n_stages = static_cast<int>(stages);
+      }
     }
   }
   plan.n_units = ceil_div(plan.n_row_tiles, plan.row_warps);
   const int64_t tile_bytes = tile.code_bytes + tile.meta_bytes;
-  plan.stage_bytes = static_cast<int>(round_up(plan.k_warps * plan.row_warps * tile_bytes, kStageAlignment));
+  plan.stage_bytes = static_cast<int>(round_up(plan.stage_tiles() * tile_bytes, kStageAlignment));
   plan.unit_bytes = int64_t{plan.n_stages} * plan.stage_bytes;
   plan.packed_bytes = plan.n_units * plan.unit_bytes;
   if (has_row_scales(source)) {
@@ -465,7 +471,7 @@ void pack_units(const MatvecPlan& plan, const MatvecSource& source, int unit_beg
         const TilePlace place = tile_place(plan, column_tile, t);
         auto* stage = reinterpret_cast<uint8_t*>(out + int64_t{place.stage} * plan.stage_bytes);
         uint8_t* codes = stage + place.tile * shape.code_bytes;
-        uint8_t* meta = stage + plan.k_warps * plan.row_warps * shape.code_bytes + place.tile * shape.meta_bytes;
+        uint8_t* meta = stage + plan.stage_tiles() * shape.code_bytes + place.tile * shape.meta_bytes;
         for (int r = 0; r < kTileRows; ++r) {
           const SourceRow from = source_row(plan, source, unit * plan.row_warps + t, r);
           if (!from.part) continue;
@@ -518,7 +524,7 @@ void unpack_row(const MatvecPlan& plan, const std::byte* packed, int64_t row, fl
     const TilePlace place = tile_place(plan, column_tile, tile % plan.row_warps);
     auto* stage = reinterpret_cast<const uint8_t*>(unit + int64_t{place.stage} * plan.stage_bytes);
     read_codes(kind, r, stage + place.tile * shape.code_bytes, values.codes);
-    read_meta(plan.format, r, stage + plan.k_warps * plan.row_warps * shape.code_bytes + place.tile * shape.meta_bytes, values.meta);
+    read_meta(plan.format, r, stage + plan.stage_tiles() * shape.code_bytes + place.tile * shape.meta_bytes, values.meta);
     decode_tile_row(plan.format, values, row_scale, decoded);
     const int64_t first = int64_t{column_tile} * shape.columns;
     const int64_t n = std::min<int64_t>(shape.columns, plan.cols - first);
@@ -542,13 +548,13 @@ MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice&
   launch.batch_units = std::clamp(4 * 1024 / unit_partial_bytes, 1, std::max(1, std::min(units_a_block, 8)));
   launch.partial_bytes = launch.batch_units * unit_partial_bytes;
 
-  // Two kernels on a multiprocessor overlap, so half of the memory is the aim, with three stages in flight; then all of it, and
-  // then a narrower chunk of x at a time.
+  // Two kernels on a multiprocessor overlap, so half of the memory is the aim; then all of it, and then a narrower chunk of x at
+  // a time.
   for (int n_chunks = 1;; ++n_chunks) {
     const int stages_a_chunk = ceil_div(plan.n_stages, n_chunks);
     launch.chunk_stages = stages_a_chunk;
     launch.n_chunks = ceil_div(plan.n_stages, stages_a_chunk);
-    const int tiles = stages_a_chunk * plan.k_warps, all_tiles = plan.n_stages * plan.k_warps;
+    const int tiles = stages_a_chunk * plan.stage_columns(), all_tiles = plan.n_stages * plan.stage_columns();
     // A chunk of half tiles may begin within a group of x.
     const int groups = std::min(ceil_div(tiles, tiles_a_group) + (tiles_a_group - 1), ceil_div(all_tiles, tiles_a_group));
     launch.x_bytes = groups * n_rows * (floats ? 512 : 256);
@@ -556,7 +562,8 @@ MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice&
     const int fixed = launch.x_bytes + launch.scale_bytes + 2 * launch.partial_bytes + kSmall;
     for (const int budget : {half, device.shared_per_block}) {
       const int stages = (budget - fixed) / plan.stage_bytes;
-      if (stages < 3 && !(stages_a_chunk == 1 && stages == 2)) continue;
+      const bool enough = stages >= 3 || (stages == 2 && (stages_a_chunk == 1 || stages * plan.stage_bytes >= kEnoughInFlight));
+      if (!enough) continue;
       launch.ring_stages = std::min({stages, kMatvecMaxStages, std::max(2, units_a_block * plan.n_stages)});
       launch.shared_bytes = fixed + launch.ring_stages * plan.stage_bytes;
       return launch;

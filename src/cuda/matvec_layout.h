@@ -3,13 +3,13 @@
 //
 // A tile is 16 rows x 128 columns (64 for 16-bit weights): the codes in the order in which the lanes of one warp feed them to
 // the tensor cores, and its meta data (scales, mins). A slice is what the warps of a block multiply side by side: k_warps column
-// tiles of row_warps row tiles. It is one stage of the kernel's ring: codes first, then meta data, padded to a multiple of 128
+// tiles of row_warps row tiles. One or two slices are a stage of the kernel's ring: codes first, then meta data, padded to a multiple of 128
 // bytes, one bulk copy; columns that the matrix does not have are tiles of zeros, so that all stages are alike. A unit is all
 // columns of row_warps row tiles: whole stages. A matrix is its units, one after the other, then a scale for each row where the
 // format (or a tensor scale) has one. So a block that owns a range of units reads one contiguous stream.
 //
 //   unit   [n_stages]  stage                      row_warps · 16 rows, all columns
-//   stage  [tiles] codes, [tiles] meta, padding   tile (column tile k, row tile r): k · row_warps + r
+//   stage  [tiles] codes, [tiles] meta, padding   tile (slice s, column tile k, row tile r): (s · k_warps + k) · row_warps + r
 //
 // In a gated matrix (gate and up, Epilogue::kGated*) rows 0..7 of a row tile are gate rows and rows 8..15 the up rows of the
 // same outputs.
@@ -29,30 +29,30 @@ struct TileShape {
   int columns = 0;                  // 0: the format has no tiles
   int code_bytes = 0;
   int meta_bytes = 0;
+  int slices = 1;                   // of a stage: column tiles that a warp has in it; stages of 16 to 40 KiB
 };
 BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
   switch (format) {
-    case Format::kFp4G128: return {128, 1024, 32};
-    case Format::kMxfp4: return {128, 1024, 64};
-    case Format::kNvfp4: return {128, 1024, 128};
-    case Format::kQ4_0: return {128, 1024, 128};
-    case Format::kQ4_1: return {128, 1024, 256};
-    case Format::kQ4_K: return {128, 1024, 192};
-    case Format::kQ5_0: return {128, 1280, 128};
-    case Format::kQ5_1: return {128, 1280, 256};
-    case Format::kQ5_K: return {128, 1280, 192};
-    case Format::kQ6_K: return {128, 1536, 160};
-    case Format::kQ8_0: return {128, 2048, 128};
-    case Format::kFp8: return {128, 2048, 0};
+    case Format::kFp4G128: return {128, 1024, 32, 2};
+    case Format::kMxfp4: return {128, 1024, 64, 2};
+    case Format::kNvfp4: return {128, 1024, 128, 2};
+    case Format::kQ4_0: return {128, 1024, 128, 2};
+    case Format::kQ4_1: return {128, 1024, 256, 1};
+    case Format::kQ4_K: return {128, 1024, 192, 2};
+    case Format::kQ5_0: return {128, 1280, 128, 1};
+    case Format::kQ5_1: return {128, 1280, 256, 1};
+    case Format::kQ5_K: return {128, 1280, 192, 1};
+    case Format::kQ6_K: return {128, 1536, 160, 1};
+    case Format::kQ8_0: return {128, 2048, 128, 1};
+    case Format::kFp8: return {128, 2048, 0, 1};
     case Format::kF16:
-    case Format::kBf16: return {64, 2048, 0};
+    case Format::kBf16: return {64, 2048, 0, 1};
     default: return {};
   }
 }
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kStageSlices = 1;        // column tiles of a stage: k_warps times this
-inline constexpr int kMatvecWarps = 16;       // of a block; k_warps · row_warps of them have tiles
+inline constexpr int kMatvecWarps = 15;       // of a block that multiply; k_warps · row_warps of them have tiles
 inline constexpr int kMatvecMaxStages = 8;    // of the ring
 inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 
@@ -74,13 +74,15 @@ struct MatvecPlan {
   int n_column_tiles = 0;
   int k_warps = 1;
   int row_warps = 1;
-  int n_stages = 0;                 // of a unit: ceil(n_column_tiles / k_warps)
+  int n_stages = 0;                 // of a unit: ceil(n_column_tiles / stage_columns())
   int n_units = 0;
   int stage_bytes = 0;
   int64_t unit_bytes = 0;
   int64_t scales_offset = 0;        // where the row scales begin, f32 [n_row_tiles · 16]; 0: none
   int64_t packed_bytes = 0;         // of device memory, to be aligned to 128 bytes
 
+  int stage_columns() const { return tile_shape(format).slices * k_warps; }   // column tiles of a stage
+  int stage_tiles() const { return stage_columns() * row_warps; }
   int64_t outputs() const { return gated ? rows / 2 : rows; }   // columns of y
 };
 
