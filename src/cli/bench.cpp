@@ -41,13 +41,6 @@ struct BenchOptions {
   bool ops = false;
 };
 
-CacheType cache_type(const std::string& name) {
-  if (name == "f32") return CacheType::kF32;
-  if (name == "bf16") return CacheType::kBf16;
-  if (name == "fp8") return CacheType::kFp8;
-  return CacheType::kDefault;
-}
-
 Format format_option(const char* option, const std::string& name) {
   const std::optional<Format> format = format_by_name(name);
   if (!format || *format == Format::kI32 || *format == Format::kI64 || *format == Format::kU8)
@@ -107,7 +100,7 @@ nlohmann::json to_json(const BenchResult& result, const Model& model, const Back
 }
 
 void print_ops(const Model& model, Backend& backend, const BenchOptions& options, int64_t depth) {
-  const StepTiming timing = time_ops(model.program, backend, depth, cache_type(options.cache), static_cast<int>(options.n_repetitions));
+  const StepTiming timing = time_ops(model.program, backend, depth, cache_type_by_name(options.cache), static_cast<int>(options.n_repetitions));
   std::string text = fmt::format("| op | layer | us | MB | GB/s |\n|---|---:|---:|---:|---:|\n");
   double sum = 0;
   for (const OpTiming& op : timing.ops) {
@@ -148,7 +141,7 @@ int bench(const BenchOptions& options) {
   if (options.output == "md") write_output("| test | t/s | sd | median |\n|---|---:|---:|---:|\n");
   for (const BenchCase& what : cases) {
     const BenchResult result = run_bench_case(model.program, *backend, what, static_cast<int>(options.chunk_tokens),
-                                              cache_type(options.cache), static_cast<int>(options.n_repetitions));
+                                              cache_type_by_name(options.cache), static_cast<int>(options.n_repetitions));
     if (options.output == "md") {
       write_output(fmt::format("| {} | {:.2f} | {:.2f} | {:.2f} |\n", test_name(what), result.mean(), result.standard_deviation(),
                                result.median()));

@@ -42,4 +42,11 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   return make_cpu_backend(n_threads);
 }
 
+CacheType cache_type_by_name(const std::string& name) {
+  if (name == "f32") return CacheType::kF32;
+  if (name == "bf16") return CacheType::kBf16;
+  if (name == "fp8") return CacheType::kFp8;
+  return CacheType::kDefault;
+}
+
 }  // namespace beryl::cli

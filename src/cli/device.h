@@ -23,4 +23,7 @@ void add_device_options(CLI::App& app, DeviceOptions& options, const std::string
 // device asked for by name is not there.
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options);
 
+// "f32", "bf16", "fp8", else the backend's own choice.
+CacheType cache_type_by_name(const std::string& name);
+
 }  // namespace beryl::cli

@@ -765,4 +765,19 @@ std::vector<uint32_t> output_bits(const OpCase& op_case, Backend& backend, Cache
   return bits;
 }
 
+CaseOptions options_for(std::string_view backend_name, CacheType cache_type) {
+  CaseOptions options;
+  options.cache_type = cache_type;
+  if (backend_name == "cuda") {
+    // Operands of products are pairs of bf16, or integers of 16 bits relative to the largest of their group; sums are f32.
+    options.tolerance.activation_roundoff = 0x1p-16;
+    options.tolerance.operand_fixed_point = 0x1p-16;
+    options.tolerance.weight_roundoff = 0x1p-17;
+    options.tolerance.cache_roundoff =
+        cache_type == CacheType::kF32 ? 0x1p-24 : cache_type == CacheType::kFp8 ? 0x1p-4 : 0x1p-8;
+    options.independent_rows = 64;
+  }
+  return options;
+}
+
 }  // namespace beryl

@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ops/backend.h"
@@ -70,6 +71,9 @@ struct CaseOptions {
   // Up to how many rows a step's size must not change a row's bits (0: not checked).
   int independent_rows = INT_MAX;
 };
+
+// What a backend of this name promises: its roundoffs with a cache of this type, and its independence of neighbours.
+CaseOptions options_for(std::string_view backend_name, CacheType cache_type = CacheType::kDefault);
 
 struct CaseResult {
   bool passed = false;
