@@ -26,6 +26,12 @@ namespace beryl::cuda {
 
 enum class XForm : uint8_t { kInt16, kF16, kBf16 };
 
+// Constants that must be in each lane's own registers: from uniform ones they would come back by a move for every use.
+struct E2m1Tables {
+  uint32_t positive_low, negative_low;
+  uint32_t minus_one;
+};
+
 // What a lane reads of x, as offsets into shared memory: its row's digits, and scales and sums of the rows of its columns of d.
 template <int kTiles>
 struct LaneX {
@@ -34,19 +40,19 @@ struct LaneX {
   int sums[kTiles];                 // f32 [4]: sums of the group's 4 parts of 32 columns, + group · 4 · scale_stride
   int code_stride;
   int scale_stride;
-  uint32_t minus_one;               // -1, but the compiler must not know
+  E2m1Tables tables;
 };
 
 template <int kTiles>
 struct IntegerX {
   uint32_t b[kTiles][8];            // [k-step][half]
   float scale[kTiles];
-  uint32_t minus_one;
+  E2m1Tables tables;
 };
 
 template <int kTiles>
 __device__ __forceinline__ void load_x(const unsigned char* shared, const LaneX<kTiles>& x, int group, IntegerX<kTiles>& out) {
-  out.minus_one = x.minus_one;
+  out.tables = x.tables;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     const uint4* from = reinterpret_cast<const uint4*>(shared + x.codes[n] + group * x.code_stride);
@@ -136,14 +142,14 @@ struct E2m1Codes {
 };
 struct E2m1Operands {
   uint32_t positive[4], negative[4];   // a0..a3 of mma.m16n8k32; a0, a1 and a2, a3 are those of two mma.m16n8k16
-  __device__ __forceinline__ E2m1Operands(const E2m1Codes& codes, int step, uint32_t minus_one) {
+  __device__ __forceinline__ E2m1Operands(const E2m1Codes& codes, int step, const E2m1Tables& tables) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t word = word_of(codes.rows[h], step), upper = upper_half(word);
-      positive[h] = byte_permute(kPositiveLow, kPositiveHigh, word);
-      positive[2 + h] = byte_permute(kPositiveLow, kPositiveHigh, upper);
-      negative[h] = byte_permute(kNegativeLow, kNegativeHigh, invert(word, minus_one));
-      negative[2 + h] = byte_permute(kNegativeLow, kNegativeHigh, invert(upper, minus_one));
+      positive[h] = byte_permute(tables.positive_low, kPositiveHigh, word);
+      positive[2 + h] = byte_permute(tables.positive_low, kPositiveHigh, upper);
+      negative[h] = byte_permute(tables.negative_low, kNegativeHigh, invert(word, tables.minus_one));
+      negative[2 + h] = byte_permute(tables.negative_low, kNegativeHigh, invert(upper, tables.minus_one));
     }
   }
 };
@@ -171,7 +177,7 @@ struct Fp4G128 {
       for (int n = 0; n < kTiles; ++n) clear(d[n]);
     }
     __device__ __forceinline__ void step(const Loaded& tile, int i) {
-      const E2m1Operands a(tile.codes, i, this->x.minus_one);
+      const E2m1Operands a(tile.codes, i, this->x.tables);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const uint32_t b0 = x.b[n][2 * i], b1 = x.b[n][2 * i + 1];
@@ -211,7 +217,7 @@ struct Mxfp4 {
   template <int kTiles>
   struct Product : FloatSums<kTiles> {
     __device__ __forceinline__ void step(const Loaded& tile, int i) {
-      const E2m1Operands a(tile.codes, i, this->x.minus_one);
+      const E2m1Operands a(tile.codes, i, this->x.tables);
       const float scale0 = scale(tile.exponents[0], i), scale1 = scale(tile.exponents[1], i);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -247,7 +253,7 @@ struct Nvfp4 {
   template <int kTiles>
   struct Product : FloatSums<kTiles> {
     __device__ __forceinline__ void step(const Loaded& tile, int i) {
-      const E2m1Operands a(tile.codes, i, this->x.minus_one);
+      const E2m1Operands a(tile.codes, i, this->x.tables);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float scale0 = scale(tile.scales[0], 2 * i + half), scale1 = scale(tile.scales[1], 2 * i + half);

@@ -61,8 +61,9 @@ void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecD
   kernel_args.op = args;
   kernel_args.row_scales = plan.scales_offset ? reinterpret_cast<const float*>(args.weights + plan.scales_offset) : nullptr;
   kernel_args.unit_bytes = plan.unit_bytes;
-  kernel_args.outputs = plan.outputs();
+  kernel_args.outputs = static_cast<int>(plan.outputs());
   kernel_args.cols = static_cast<int>(plan.cols);
+  kernel_args.inverse_cols = 1.0f / static_cast<float>(plan.cols);
   kernel_args.n_units = plan.n_units;
   kernel_args.n_stages = plan.n_stages;
   kernel_args.stage_bytes = plan.stage_bytes;
@@ -76,7 +77,6 @@ void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecD
   kernel_args.scale_bytes = cut.scale_bytes;
   kernel_args.partial_bytes = cut.partial_bytes;
   kernel_args.tiles_bytes = plan.stage_tiles() * tile_shape(plan.format).code_bytes;
-  kernel_args.minus_one = ~0u;
   kernel_args.gated = plan.gated;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(cut.n_blocks));

@@ -4,8 +4,9 @@
 //   matvec_bench chain [format]   the chain of one token, whole and by shape, beside pure reads of the same bytes at the same place
 //   matvec_bench profile          each of the five shapes a few times, for a profiler
 //
-// The chain: 48 layers of qkv, o, gate|up, down, each depending on the one before, with all norms and residual sums (AddNorm
-// within the next matvec), then the FP8 head. Attention is left out: o reads q. Prints a table and one JSON line a measurement.
+// The chain: 48 layers of qkv, o, gate|up, down, each depending on the one before, with all norms, then the FP8 head. For one row
+// the residual sums are in it too (AddNorm within the next matvec, "fused"); for more rows they are left out, since there a kernel
+// of their own is faster. Attention is left out: o reads q. Prints a table and one JSON line a measurement.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -23,7 +24,6 @@
 #include "cuda/matvec.h"
 #include "weights/format.h"
 
-__attribute__((weak)) void matvec_trace_dump();
 using namespace beryl;
 using namespace beryl::cuda;
 
@@ -422,7 +422,8 @@ class Chain {
   int64_t layer_bytes() const { return layer_bytes_; }
   int64_t head_bytes() const { return at(0, kHead).plan.packed_bytes; }
 
-  // fused: AddNorm within the matvec; else x is the plain residual with a norm only.
+  bool fused = true;                // AddNorm within the matvec; else x is normed only
+
   MatvecArgs args(int l, int s, int n_rows) const {
     MatvecArgs a = {};
     a.weights = reinterpret_cast<const uint8_t*>(weights(l, s));
@@ -436,10 +437,14 @@ class Chain {
       a.x = {from, kHidden, false};
       a.has_norm = true;
       a.norm_weight = norms_[s == kGateUp]->data();
-      a.add = {s == kGateUp ? o_->data() : down_->data(), kHidden, false};
-      a.add_weight = norms_[2 + (s == kGateUp)]->data();
-      a.sum = hidden_[s == kGateUp]->data();
-      a.sum_stride = kHidden;
+      if (fused) {
+        a.add = {s == kGateUp ? o_->data() : down_->data(), kHidden, false};
+        a.add_weight = norms_[2 + (s == kGateUp)]->data();
+        a.sum = hidden_[s == kGateUp]->data();
+        a.sum_stride = kHidden;
+      } else {
+        a.x = {s == kGateUp ? o_->data() : down_->data(), kHidden, false};
+      }
     }
     if (s == kO) a.x = {qkv_->data(), 8704, false};
     if (s == kDown) a.x = {act_->data(), kFfn, false};
@@ -565,28 +570,32 @@ double time_graph(cudaStream_t stream, const std::function<void()>& capture) {
 }
 
 void bench_format(Format format, bool details, const MatvecDevice& device, const LaunchContext& context) {
-  const Chain chain(format, device);
+  Chain chain(format, device);
   const std::string name(info(format).name);
   const double layer_gb = static_cast<double>(chain.layer_bytes()) / 1e9, head_gb = static_cast<double>(chain.head_bytes()) / 1e9;
-  for (const int n_rows : {1, 4}) chain.verify(n_rows, context);
-  const uint64_t bits = chain.digest(1, context);
-  expect(bits == chain.digest(1, context) && bits == chain.digest(3, context), "row 0 of a token has the same bits again and in a batch");
+  for (const bool fused : {true, false}) {
+    chain.fused = fused;
+    for (const int n_rows : {1, 4}) chain.verify(n_rows, context);
+    const uint64_t bits = chain.digest(1, context);
+    expect(bits == chain.digest(1, context) && bits == chain.digest(3, context), "row 0 of a token has the same bits again and in a batch");
+  }
   const double read = time_graph(context.stream, [&] { chain.read_token(true, context); });
   const double serial = time_graph(context.stream, [&] { chain.read_token(false, context); });
   std::printf("%s: layers %.3f GB, head %.3f GB; pure reads, overlapping: %.3f ms (%.2f TB/s), one after the other: %.3f ms\n", name.c_str(),
               layer_gb, head_gb, read, (layer_gb + head_gb) / read, serial);
-  for (const int n_rows : {1, 2, 4, 8}) {
+  for (const int n_rows : {1, 1, 2, 4, 8}) {
+    chain.fused = n_rows == 1 && !chain.fused;    // one row both ways
     const double ms = time_graph(context.stream, [&] { chain.token(n_rows, context); });
-    std::printf("%s: token, %d rows: %.3f ms, %.0f tokens/s, %.2f TB/s, %.1f %% of pure reads (%.1f %% of serial ones)\n", name.c_str(),
-                n_rows, ms, 1000 * n_rows / ms, (layer_gb + head_gb) / ms, 100 * read / ms, 100 * serial / ms);
-    std::printf("{\"bench\":\"matvec_chain\",\"format\":\"%s\",\"rows\":%d,\"ms\":%.4f,\"gb\":%.4f,\"pure_read_ms\":%.4f,\"serial_read_ms\":%.4f}\n",
-                name.c_str(), n_rows, ms, layer_gb + head_gb, read, serial);
-    if (matvec_trace_dump) matvec_trace_dump();
+    std::printf("%s: token, %d rows%s: %.3f ms, %.0f tokens/s, %.2f TB/s, %.1f %% of pure reads (%.1f %% of serial ones)\n", name.c_str(),
+                n_rows, chain.fused ? ", sums fused" : "", ms, 1000 * n_rows / ms, (layer_gb + head_gb) / ms, 100 * read / ms, 100 * serial / ms);
+    std::printf("{\"bench\":\"matvec_chain\",\"format\":\"%s\",\"rows\":%d,\"fused\":%s,\"ms\":%.4f,\"gb\":%.4f,\"pure_read_ms\":%.4f,\"serial_read_ms\":%.4f}\n",
+                name.c_str(), n_rows, chain.fused ? "true" : "false", ms, layer_gb + head_gb, read, serial);
     if (!details && n_rows >= 4) break;
   }
   if (!details) return;
   for (int s = 0; s < kShapes; ++s) {
     for (const int n_rows : {1, 4, 8}) {
+      chain.fused = n_rows == 1;
       const int count = s == kHead ? 4 : 40;
       auto each = [&](auto&& launch_it) {
         return 1000 / count * time_graph(context.stream, [&] {

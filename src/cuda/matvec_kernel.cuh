@@ -1,4 +1,4 @@
-// y = epilogue(W · norm(x)) for few rows of x, one block a multiprocessor: 15 warps that multiply and one that copies.
+// y = epilogue(W · norm(x)) for few rows of x, one block a multiprocessor: 11 warps that multiply and one that copies.
 //
 //   weights   units of stages of tiles (matvec_layout.h): the block's units are one stream, read once, copied stage by stage into
 //             a ring in shared memory. The ring is filled before the wait for the previous kernel, because weights depend on
@@ -31,8 +31,9 @@ struct MatvecKernelArgs {
   MatvecArgs op;
   const float* row_scales;          // [n_row_tiles · 16], null: 1
   int64_t unit_bytes;
-  int64_t outputs;
+  int outputs;
   int cols;
+  float inverse_cols;
   int n_units;
   int n_stages;
   int stage_bytes;
@@ -46,16 +47,16 @@ struct MatvecKernelArgs {
   int x_bytes;
   int scale_bytes;
   int partial_bytes;
-  uint32_t minus_one;
   bool gated;
 };
 
 struct MatvecShared {               // behind the ring, x, its scales and the partial sums
-  float4 sums[kMatvecMaxRows][kMatvecWarps];
+  float4 sums[kMatvecMaxRows][kMatvecWarps];  // of the warps
   float norm_factors[kMatvecMaxRows];
   float add_factors[kMatvecMaxRows];
   alignas(8) uint64_t full[kMatvecMaxStages];
   uint64_t empty[kMatvecMaxStages];
+  uint32_t tables[3][32];           // E2m1Tables, a copy a lane
 };
 static_assert(sizeof(MatvecShared) <= 2560);
 
@@ -106,97 +107,90 @@ struct RowFactors {
   float add;
   float norm;
 };
-__device__ __forceinline__ RowFactors row_factors(const MatvecArgs& op, float4 sums, int cols) {
-  const float columns = static_cast<float>(cols);
+__device__ __forceinline__ RowFactors row_factors(const MatvecArgs& op, float4 sums, float inverse_cols) {
   RowFactors factors = {0.0f, 1.0f};
   float squares = sums.w;
   if (op.add.data) {
-    factors.add = __frsqrt_rn(__fadd_rn(__fdiv_rn(sums.x, columns), op.add_eps));
+    factors.add = rsqrtf(__fmaf_rn(sums.x, inverse_cols, op.add_eps));
     squares = __fmaf_rn(__fmul_rn(factors.add, factors.add), sums.z, __fmaf_rn(__fmul_rn(2.0f, factors.add), sums.y, sums.w));
     squares = __fmul_rn(fmaxf(squares, 0.0f), __fmul_rn(op.add_scale, op.add_scale));
   }
-  if (op.has_norm) factors.norm = __frsqrt_rn(__fadd_rn(__fdiv_rn(squares, columns), op.norm_eps));
+  if (op.has_norm) factors.norm = rsqrtf(__fmaf_rn(squares, inverse_cols, op.norm_eps));
   return factors;
 }
 
-// A warp writes kCount groups of 128 columns in the digits that the codec wants, side by side; a lane has 4 neighbouring columns
-// of each. codes, scales and sums are where group 0 of row 0 lies; index = group · n_rows + row, < 0: nothing is written.
-template <class Codec, int kCount>
-__device__ __forceinline__ void write_groups(const float4 (&v)[kCount], const int (&index)[kCount], int lane, unsigned char* codes,
-                                             float* scales, float* sums) {
-  uint32_t bits[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float largest = fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
-    const float sum = v[i].x + v[i].y + v[i].z + v[i].w;
-    // As bits, so that a NaN anywhere is the largest and makes every result a NaN. (inf - inf gives one as well.)
-    bits[i] = sum != sum ? 0x7fffffffu : __float_as_uint(largest);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) bits[i] = __reduce_max_sync(kAllLanes, bits[i]);
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float approximate_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+// The activations in few instructions; relative error about 1e-6.
+__device__ __forceinline__ float quick_gelu_tanh(float z) {
+  const float exponent = 1.5957691216057308f * (z + 0.044715f * z * z * z);
+  return z - __fdividef(z, 1.0f + __expf(exponent));
+}
+__device__ __forceinline__ float quick_silu(float z) { return __fdividef(z, 1.0f + __expf(-z)); }
+
+// A warp writes a group of 128 columns of one row in the digits that the codec wants; a lane has 4 neighbouring columns.
+template <class Codec>
+__device__ __forceinline__ void write_group(float4 v, int lane, unsigned char* codes, float* scale, float* sums) {
+  // As bits, so that a NaN anywhere is the largest and makes every result a NaN.
+  const float largest = max_or_nan(max_or_nan(fabsf(v.x), fabsf(v.y)), max_or_nan(fabsf(v.z), fabsf(v.w)));
+  const uint32_t bits = __reduce_max_sync(kAllLanes, __float_as_uint(largest) & 0x7fffffffu);
   if constexpr (Codec::kX == XForm::kInt16) {
-    const int step = lane / 8, half = lane / 4 % 2, t = lane % 4, word = step * 2 + half;
+    constexpr float kLargest = 32512.0f;        // 127 · 256
+    constexpr float kRounder = 12582912.0f;     // 1.5 · 2^23: adding it leaves the rounded integer in the low bits
+    const float range = __uint_as_float(bits);
+    const float inverse = range > 0x1p-110f ? __fmul_rn(kLargest, approximate_reciprocal(range)) : 0.0f;
+    const uint32_t q0 = __float_as_uint(__fmaf_rn(v.x, inverse, kRounder)), q1 = __float_as_uint(__fmaf_rn(v.y, inverse, kRounder));
+    const uint32_t q2 = __float_as_uint(__fmaf_rn(v.z, inverse, kRounder)), q3 = __float_as_uint(__fmaf_rn(v.w, inverse, kRounder));
+    const int word = lane / 4, t = lane % 4;    // word = 2 · k-step + half
     unsigned char* to = codes + word / 4 * 128 + t * 16 + word % 4 * 4;
-    int total[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float range = __uint_as_float(bits[i]);
-      const float inverse = range > 0x1p-110f ? __fmul_rn(32512.0f, __frcp_rn(range)) : 0.0f;   // 127 · 256
-      const int q0 = __float2int_rn(__fmul_rn(v[i].x, inverse)), q1 = __float2int_rn(__fmul_rn(v[i].y, inverse));
-      const int q2 = __float2int_rn(__fmul_rn(v[i].z, inverse)), q3 = __float2int_rn(__fmul_rn(v[i].w, inverse));
-      total[i] = q0 + q1 + q2 + q3;
-      if (index[i] < 0) continue;
-      *reinterpret_cast<uint32_t*>(to + index[i] * 256) =
-          byte_permute(byte_permute(q0 + 128, q1 + 128, 0x0051), byte_permute(q2 + 128, q3 + 128, 0x0051), 0x5410);
-      *reinterpret_cast<uint32_t*>(to + index[i] * 256 + 64) =
-          byte_permute(byte_permute(q0, q1, 0x0040), byte_permute(q2, q3, 0x0040), 0x5410);
-      if (lane == 0) scales[index[i]] = __fmul_rn(__fmul_rn(range, 1.0f / 32512.0f), Codec::kXScale);
-    }
+    *reinterpret_cast<uint32_t*>(to) =
+        byte_permute(byte_permute(q0 + 128, q1 + 128, 0x0051), byte_permute(q2 + 128, q3 + 128, 0x0051), 0x5410);
+    *reinterpret_cast<uint32_t*>(to + 64) = byte_permute(byte_permute(q0, q1, 0x0040), byte_permute(q2, q3, 0x0040), 0x5410);
     if constexpr (Codec::kNeedsSums) {
+      int sum = static_cast<int>(q0 + q1 + q2 + q3 - 4u * 0x4b400000u);
 #pragma unroll
-      for (int offset = 1; offset < 8; offset *= 2) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) total[i] += __shfl_xor_sync(kAllLanes, total[i], offset);
-      }
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        if (lane % 8 == 0 && index[i] >= 0) sums[index[i] * 4 + lane / 8] = __int2float_rn(total[i]) * (1.0f / Codec::kXScale);
+      for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+      if (lane % 8 == 0) sums[lane / 8] = __int2float_rn(sum) * (1.0f / Codec::kXScale);
     }
+    if (lane == 0) *scale = __fmul_rn(range, Codec::kXScale / kLargest);
   } else {
+    float inverse = 1.0f, group_scale = 1.0f;
+    if (Codec::kX == XForm::kF16 && bits >= 0x00800000u) {
+      const uint32_t exponent = bits & 0x7f800000u;          // the largest becomes 1 to 2
+      group_scale = __uint_as_float(exponent);
+      inverse = exponent < 0x7f000000u ? __uint_as_float(0x7f000000u - exponent) : 0x1p-127f;
+      if (exponent == 0x7f800000u) group_scale = __uint_as_float(0x7fc00000u);
+    }
+    const float values[4] = {__fmul_rn(v.x, inverse), __fmul_rn(v.y, inverse), __fmul_rn(v.z, inverse), __fmul_rn(v.w, inverse)};
     const int step = lane / 4, half = lane / 2 % 2, t = lane % 2 * 2;
     unsigned char* to = codes + step / 2 * 128 + t * 16 + (step % 2 * 2 + half) * 4;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      float inverse = 1.0f, group_scale = 1.0f;
-      if (Codec::kX == XForm::kF16 && bits[i] >= 0x00800000u) {
-        const uint32_t exponent = bits[i] & 0x7f800000u;        // the largest becomes 1 to 2
-        group_scale = __uint_as_float(exponent);
-        inverse = exponent < 0x7f000000u ? __uint_as_float(0x7f000000u - exponent) : 0x1p-127f;
-        if (exponent == 0x7f800000u) group_scale = __uint_as_float(0x7fc00000u);
+    for (int i = 0; i < 2; ++i) {
+      const float a = values[2 * i], b = values[2 * i + 1];
+      uint32_t high, low;
+      if constexpr (Codec::kX == XForm::kF16) {
+        const __half ha = __float2half_rn(a), hb = __float2half_rn(b);
+        const __half la = __float2half_rn(__fmul_rn(__fsub_rn(a, __half2float(ha)), 2048.0f));
+        const __half lb = __float2half_rn(__fmul_rn(__fsub_rn(b, __half2float(hb)), 2048.0f));
+        high = uint32_t{__half_as_ushort(ha)} | uint32_t{__half_as_ushort(hb)} << 16;
+        low = uint32_t{__half_as_ushort(la)} | uint32_t{__half_as_ushort(lb)} << 16;
+      } else {
+        const Bf16Pair pa = split_bf16(a), pb = split_bf16(b);
+        high = pack_bf16(pa.high, pb.high);
+        low = pack_bf16(pa.low, pb.low);
       }
-      const float values[4] = {__fmul_rn(v[i].x, inverse), __fmul_rn(v[i].y, inverse), __fmul_rn(v[i].z, inverse),
-                               __fmul_rn(v[i].w, inverse)};
-      if (index[i] < 0) continue;
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const float a = values[2 * pair], b = values[2 * pair + 1];
-        uint32_t high, low;
-        if constexpr (Codec::kX == XForm::kF16) {
-          const __half ha = __float2half_rn(a), hb = __float2half_rn(b);
-          const __half la = __float2half_rn(__fmul_rn(__fsub_rn(a, __half2float(ha)), 2048.0f));
-          const __half lb = __float2half_rn(__fmul_rn(__fsub_rn(b, __half2float(hb)), 2048.0f));
-          high = uint32_t{__half_as_ushort(ha)} | uint32_t{__half_as_ushort(hb)} << 16;
-          low = uint32_t{__half_as_ushort(la)} | uint32_t{__half_as_ushort(lb)} << 16;
-        } else {
-          const Bf16Pair pa = split_bf16(a), pb = split_bf16(b);
-          high = pack_bf16(pa.high, pb.high);
-          low = pack_bf16(pa.low, pb.low);
-        }
-        *reinterpret_cast<uint32_t*>(to + index[i] * 512 + pair * 16) = high;
-        *reinterpret_cast<uint32_t*>(to + index[i] * 512 + pair * 16 + 64) = low;
-      }
-      if (lane == 0) scales[index[i]] = group_scale;
+      *reinterpret_cast<uint32_t*>(to + i * 16) = high;
+      *reinterpret_cast<uint32_t*>(to + i * 16 + 64) = low;
     }
+    if (lane == 0) *scale = group_scale;
   }
 }
 
@@ -207,7 +201,7 @@ class Matvec {
   static constexpr int kTilesAGroup = 128 / kTile.columns;
   static constexpr int kGroupBytes = Codec::kX == XForm::kInt16 ? 256 : 512;   // digits of one row and group
   static constexpr bool kHasSums = Codec::kX == XForm::kInt16;
-  static constexpr int kKept = 2;   // groups a warp whose values stay in registers between the sums of a norm and the digits
+  static constexpr int kKept = 3;   // groups a warp whose values stay in registers between the sums of a norm and the digits
 
   __device__ __forceinline__ Matvec(const MatvecKernelArgs& args, unsigned char* shared_memory)
       : a(args), op(args.op), shared(shared_memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
@@ -232,6 +226,11 @@ class Matvec {
       }
       barrier_init_fence();
     }
+    if (warp == 0) {
+      small->tables[0][lane] = kPositiveLow;
+      small->tables[1][lane] = kNegativeLow;
+      small->tables[2][lane] = ~0u;
+    }
     __syncthreads();
     if (warp == kMatvecWarps) return copy_stages();
     if (!BERYL_BULK_COPY)
@@ -253,12 +252,13 @@ class Matvec {
           // Column tiles of x count from the first of its first group.
           const int first_tile = stage_begin * a.k_warps * kTile.slices % kTilesAGroup + k_of_warp;
           float* mine = partials + warp * op.n_rows * kTileRows;
+          const LaneX<kTiles> lane_x = make_lane_x();      // here, so that it takes no registers while x is prepared
           for (int u = 0; u < in_batch; ++u, mine += a.k_warps * a.row_warps * op.n_rows * kTileRows) {
             float acc[kTiles][2];
             start_partials(mine, chunk > 0, acc);
             int tile = first_tile;
             for (int stage = stage_begin; stage < stage_end; ++stage, ++index, tile += a.k_warps * kTile.slices)
-              consume(index, tile, acc);
+              consume(lane_x, index, tile, acc);
             store_partials(mine, acc);
           }
         }
@@ -318,26 +318,39 @@ class Matvec {
   }
 
   // Stage `index`: this warp's tiles times column tiles `x_tile`, `x_tile + k_warps` of x.
-  __device__ __forceinline__ void consume(int index, int x_tile, float (&acc)[kTiles][2]) {
+  __device__ __forceinline__ void consume(const LaneX<kTiles>& lane_x, int index, int x_tile, float (&acc)[kTiles][2]) {
     const unsigned char* codes = shared + slot * a.stage_bytes;
-    const int own = has_tile ? warp : 0, slice = a.k_warps * a.row_warps;
+    const int own = has_tile ? warp : 0;
+    int slice = a.k_warps * a.row_warps;
     const unsigned char* own_codes = codes + own * kTile.code_bytes;
     const unsigned char* own_meta = codes + a.tiles_bytes + own * kTile.meta_bytes;
     barrier_wait(&small->full[slot], parity);
-    typename Codec::Loaded tile[kTile.slices];
+    // Two tiles are in registers at a time. More of them, or products side by side, would need more registers than there are; other
+    // warps fill the gaps.
+    constexpr int kSlices = kTile.slices;
+    typename Codec::Loaded tile[2];
+    auto load = [&](int s) {
+      Codec::load(tile[s % 2], own_codes + s * slice * kTile.code_bytes, own_meta + s * slice * kTile.meta_bytes, lane);
+      if (s == kSlices - 1) release(index);
+    };
+    load(0);
+    if constexpr (kSlices > 1) load(1);
 #pragma unroll
-    for (int s = 0; s < kTile.slices; ++s)
-      Codec::load(tile[s], own_codes + s * slice * kTile.code_bytes, own_meta + s * slice * kTile.meta_bytes, lane);
-    release(index);
-#pragma unroll
-    for (int s = 0; s < kTile.slices; ++s) {
+    for (int s = 0; s < kSlices; ++s) {
       typename Codec::template Product<kTiles> product;
-      product.start(tile[s], shared, lane_x, x_tile + s * a.k_warps);
+      product.start(tile[s % 2], shared, lane_x, x_tile + s * a.k_warps);
 #pragma unroll
-      for (int i = 0; i < Codec::kSteps; ++i) product.step(tile[s], i);
-      product.finish(tile[s], acc);
+      for (int i = 0; i < Codec::kSteps; ++i) product.step(tile[s % 2], i);
+      product.finish(tile[s % 2], acc);
+      if (s + 1 < kSlices) {
+        order_after(acc[0][0], x_tile);
+        order_after(acc[0][0], slice);
+        if (s + 2 < kSlices) load(s + 2);
+      }
     }
   }
+  // The compiler takes `later` to be made from `first`.
+  __device__ __forceinline__ static void order_after(float first, int& later) { asm volatile("" : "+r"(later) : "f"(first)); }
 
   // ---- partial sums and y ----
   __device__ __forceinline__ void start_partials(const float* mine, bool resume, float (&acc)[kTiles][2]) {
@@ -359,41 +372,40 @@ class Matvec {
       }
     }
   }
-  __device__ __forceinline__ float add_partials(const float* partials, int unit, int row_tile, int row, int r) const {
+  __device__ __forceinline__ float add_partials(const float* from) const {
     const int stride = a.row_warps * op.n_rows * kTileRows;
-    const float* from = partials + ((unit * a.k_warps * a.row_warps + row_tile) * op.n_rows + row) * kTileRows + r;
-    float values[kMatvecWarps];
+    float sums[4] = {};
 #pragma unroll
-    for (int k = 0; k < kMatvecWarps; ++k) values[k] = k < a.k_warps ? from[k * stride] : 0.0f;
-    float sum = values[0];
-#pragma unroll
-    for (int k = 1; k < kMatvecWarps; ++k) sum = __fadd_rn(sum, values[k]);
-    return sum;
+    for (int k = 0; k < kMatvecWarps; ++k) sums[k % 4] = __fadd_rn(sums[k % 4], k < a.k_warps ? from[k * stride] : 0.0f);
+    return __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
   }
   // Units [unit, unit + count) of the block: sums of the warps, row scales, epilogue.
   __device__ __forceinline__ void finish(int unit, int count, const float* partials) {
-    const int rows_a_tile_bits = a.gated ? 3 : 4, rows_a_tile = 1 << rows_a_tile_bits;
-    const int n_items = count * a.row_warps * op.n_rows * rows_a_tile;
+    const int bits = a.gated ? 3 : 4;           // rows of a tile that are outputs: 8 or 16
+    const int n_items = count * a.row_warps * op.n_rows << bits;
+#pragma unroll 1
     for (int item = threadIdx.x; item < n_items; item += kMatvecConsumers) {
-      const int r = item & (rows_a_tile - 1), rest = item >> rows_a_tile_bits;
-      const int tile = op.n_rows == 1 ? rest : rest / op.n_rows, row = rest - tile * op.n_rows;
-      const int u = a.row_warps == 1 ? tile : tile / a.row_warps, row_tile = tile - u * a.row_warps;
-      const int64_t tile_index = int64_t{first_unit + unit + u} * a.row_warps + row_tile;
-      const int64_t col = tile_index * rows_a_tile + r;
+      const int r = item & ((1 << bits) - 1), rest = item >> bits;
+      int tile = rest, row = 0, u = rest, row_tile = 0;
+      if (op.n_rows > 1) tile = rest / op.n_rows, row = rest - tile * op.n_rows, u = tile;
+      if (a.row_warps > 1) u = tile / a.row_warps, row_tile = tile - u * a.row_warps;
+      const int tile_index = (first_unit + unit) * a.row_warps + tile;
+      const int col = (tile_index << bits) + r;
       if (col >= a.outputs) continue;
       const float* scales = a.row_scales ? a.row_scales + tile_index * kTileRows + r : nullptr;
+      const float* from = partials + ((u * a.k_warps * a.row_warps + row_tile) * op.n_rows + row) * kTileRows + r;
       const float factor = op.has_norm ? small->norm_factors[row] : 1.0f;
-      float value = __fmul_rn(add_partials(partials, u, row_tile, row, r), factor);
+      float value = __fmul_rn(add_partials(from), factor);
       if (scales) value = __fmul_rn(value, scales[0]);
       if (a.gated) {
-        float up = __fmul_rn(add_partials(partials, u, row_tile, row, r + 8), factor);
+        float up = __fmul_rn(add_partials(from + 8), factor);
         if (scales) up = __fmul_rn(up, scales[8]);
-        value = (op.epilogue == MatvecEpilogue::kGatedGelu ? gelu_tanh(value) : silu(value)) * up;
-      } else {
+        value = __fmul_rn(op.epilogue == MatvecEpilogue::kGatedGelu ? quick_gelu_tanh(value) : quick_silu(value), up);
+      } else if (op.epilogue != MatvecEpilogue::kStore) {
         switch (op.epilogue) {
-          case MatvecEpilogue::kGeluTimesOther: value = gelu_tanh(value) * load_row(op.other, row, col); break;
-          case MatvecEpilogue::kTimesGeluOther: value *= gelu_tanh(load_row(op.other, row, col)); break;
-          case MatvecEpilogue::kTimesSiluOther: value *= silu(load_row(op.other, row, col)); break;
+          case MatvecEpilogue::kGeluTimesOther: value = quick_gelu_tanh(value) * load_row(op.other, row, col); break;
+          case MatvecEpilogue::kTimesGeluOther: value *= quick_gelu_tanh(load_row(op.other, row, col)); break;
+          case MatvecEpilogue::kTimesSiluOther: value *= quick_silu(load_row(op.other, row, col)); break;
           case MatvecEpilogue::kSoftcap: value = op.softcap * tanhf(value / op.softcap); break;
           default: break;
         }
@@ -403,8 +415,10 @@ class Matvec {
   }
 
   // ---- x ----
-  __device__ __forceinline__ void set_lane_x() {
-    lane_x.minus_one = a.minus_one;
+  __device__ __forceinline__ LaneX<kTiles> make_lane_x() const {
+    LaneX<kTiles> lane_x;
+    const volatile uint32_t* tables = small->tables[0];
+    lane_x.tables = {tables[lane], tables[32 + lane], tables[64 + lane]};
     lane_x.code_stride = op.n_rows * kGroupBytes;
     lane_x.scale_stride = op.n_rows * 4;
 #pragma unroll
@@ -415,11 +429,12 @@ class Matvec {
       lane_x.sums[n] = scales_at + scale_row * 16;
       lane_x.scales[n] = scales_at + max_groups * op.n_rows * 16 + scale_row * 4;
     }
+    return lane_x;
   }
-  template <int kCount>
-  __device__ __forceinline__ void write(const float4 (&v)[kCount], const int (&index)[kCount]) {
+  __device__ __forceinline__ void write(int group, int row, float4 v) {
+    const int index = group * op.n_rows + row;
     float* sums = reinterpret_cast<float*>(shared + scales_at);
-    write_groups<Codec>(v, index, lane, shared + x_at, sums + max_groups * op.n_rows * 4, sums);
+    write_group<Codec>(v, lane, shared + x_at + index * kGroupBytes, sums + max_groups * op.n_rows * 4 + index, sums + index * 4);
   }
 
   __device__ __forceinline__ void put_sums(int row, float4 sums) {
@@ -442,7 +457,7 @@ class Matvec {
       total.z = __fadd_rn(total.z, other.z);
       total.w = __fadd_rn(total.w, other.w);
     }
-    return row_factors(op, total, a.cols);
+    return row_factors(op, total, a.inverse_cols);
   }
   // x' of 4 columns times the norm's weight; the norm's factor, one for a row, multiplies the sums at the end (finish). The new x'
   // is stored by one block, each group by another.
@@ -456,15 +471,16 @@ class Matvec {
 
   // The first chunk of x: waits for the previous kernel, but loads what does not depend on it before.
   __device__ __forceinline__ void first_x() {
-    set_lane_x();
     const int n_groups = (a.cols + 127) / 128;
-    if (op.n_rows == 1 && op.add.data && n_groups <= kKept * kMatvecWarps && a.n_chunks == 1) return kept_x(n_groups);
-    grid_wait_only();
+    const int all_groups = (a.n_stages * a.k_warps * kTile.slices + kTilesAGroup - 1) / kTilesAGroup;   // with those of padding
+    if (op.n_rows == 1 && op.add.data && all_groups <= kKept * kMatvecWarps && a.n_chunks == 1) return kept_x(all_groups);
     const bool sums_first = op.add.data || (op.has_norm && a.n_chunks > 1);
     if (sums_first) {
+      grid_wait_only();
+#pragma unroll 1
       for (int row = 0; row < op.n_rows; ++row) {
         float4 sums = make_float4(0, 0, 0, 0);
-#pragma unroll 4
+#pragma unroll 2
         for (int group = warp; group < n_groups; group += kMatvecWarps) {
           const int col = group * 128 + lane * 4;
           float4 x = make_float4(0, 0, 0, 0), add = x, weight = x;
@@ -488,11 +504,9 @@ class Matvec {
   __device__ __forceinline__ void kept_x(int n_groups) {
     const float4 zero = make_float4(0, 0, 0, 0);
     float4 x[kKept], add[kKept], norm_weight[kKept], sums = zero;
-    int index[kKept];
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-      const int group = warp + i * kMatvecWarps, col = group * 128 + lane * 4;
-      index[i] = group < n_groups ? group : -1;
+      const int col = (warp + i * kMatvecWarps) * 128 + lane * 4;
       x[i] = norm_weight[i] = zero;
       if (col < a.cols) {
         x[i] = load_weight4(op.add_weight, col);
@@ -519,56 +533,55 @@ class Matvec {
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       const int group = warp + i * kMatvecWarps;
-      x[i] = finish_x(x[i], add[i], norm_weight[i], add_factor, 0, group, group * 128 + lane * 4);
+      if (group < n_groups) write(group, 0, finish_x(x[i], add[i], norm_weight[i], add_factor, 0, group, group * 128 + lane * 4));
     }
-    write(x, index);
   }
 
   // x of the chunk that begins with stage `stage_begin`. An AddNorm needs the sums of its rows before; a plain norm can take them
-  // on the way (with_sums).
+  // on the way (with_sums). Waits for the previous kernel.
   __device__ __forceinline__ void prepare_x(int stage_begin, bool with_sums) {
     const int columns = a.k_warps * kTile.slices;
     const int tile_begin = stage_begin * columns, tile_end = min(stage_begin + a.chunk_stages, a.n_stages) * columns;
     const int group_begin = tile_begin / kTilesAGroup, group_end = (tile_end + kTilesAGroup - 1) / kTilesAGroup;
-    const int slots = (group_end - group_begin + kMatvecWarps - 1) / kMatvecWarps;   // groups of a row that a warp prepares
-    const int n_items = op.n_rows * slots;      // slots of row 0, of row 1, ...
-    constexpr int kAhead = 2;                   // items side by side; the next ones are being loaded
-    float4 sums = make_float4(0, 0, 0, 0), next[kAhead];
-    int load_row = 0, load_slot = 0, row = 0, slot_of_row = 0;
-    auto load = [&](int item) {
+    constexpr int kAhead = 3;       // loads in flight
+    float4 weight[kAhead] = {};    // set, or else they would live on from chunk to chunk, all through the products
+    auto load_weights = [&](int base) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int group = group_begin + load_slot * kMatvecWarps + warp, col = group * 128 + lane * 4;
-        next[i] = make_float4(0, 0, 0, 0);
-        if (item + i < n_items && group < group_end && col < a.cols) next[i] = load_row4(op.x, load_row, col);
-        if (++load_slot == slots) load_slot = 0, ++load_row;
+        const int col = (base + i * kMatvecWarps) * 128 + lane * 4;
+        weight[i] = make_float4(0, 0, 0, 0);
+        if (col < a.cols) weight[i] = load_weight4(op.norm_weight, col);
       }
     };
-    load(0);
-    for (int item = 0; item < n_items; item += kAhead) {
-      float4 x[kAhead];
-      int index[kAhead];
+    // The weights of few groups are loaded once and before the wait.
+    const bool all_weights = group_end - group_begin <= kAhead * kMatvecWarps;
+    if (op.has_norm && all_weights) load_weights(group_begin + warp);
+    grid_wait_only();
+#pragma unroll 1
+    for (int row = 0; row < op.n_rows; ++row) {
+      float4 sums = make_float4(0, 0, 0, 0);
+      const float add_factor = op.add.data ? small->add_factors[row] : 0.0f;
+#pragma unroll 1
+      for (int base = group_begin + warp; base < group_end; base += kAhead * kMatvecWarps) {
+        float4 x[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) x[i] = next[i];
-      load(item + kAhead);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int group = group_begin + slot_of_row * kMatvecWarps + warp, col = group * 128 + lane * 4;
-        const bool there = item + i < n_items && group < group_end;
-        index[i] = there ? (group - group_begin) * op.n_rows + row : -1;
-        if (with_sums) sums.w = dot(x[i], x[i], sums.w);
-        if (there && col < a.cols) {
-          float4 add = make_float4(0, 0, 0, 0), norm_weight = add;
-          if (op.add.data) add = times(load_row4(op.add, row, col), load_weight4(op.add_weight, col));
-          if (op.has_norm) norm_weight = load_weight4(op.norm_weight, col);
-          x[i] = finish_x(x[i], add, norm_weight, op.add.data ? small->add_factors[row] : 0.0f, row, group, col);
+        for (int i = 0; i < kAhead; ++i) {
+          const int group = base + i * kMatvecWarps, col = group * 128 + lane * 4;
+          x[i] = make_float4(0, 0, 0, 0);
+          if (group < group_end && col < a.cols) x[i] = load_row4(op.x, row, col);
         }
-        if (++slot_of_row == slots) {
-          if (with_sums && item + i < n_items) put_sums(row, sums);
-          sums.w = 0, slot_of_row = 0, ++row;
+        if (op.has_norm && !all_weights) load_weights(base);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int group = base + i * kMatvecWarps, col = group * 128 + lane * 4;
+          if (group >= group_end) break;
+          if (with_sums) sums.w = dot(x[i], x[i], sums.w);
+          float4 add = make_float4(0, 0, 0, 0);
+          if (op.add.data && col < a.cols) add = times(load_row4(op.add, row, col), load_weight4(op.add_weight, col));
+          write(group - group_begin, row, finish_x(x[i], add, weight[i], add_factor, row, group, col));
         }
       }
-      write(x, index);
+      if (with_sums) put_sums(row, sums);
     }
   }
 
@@ -576,7 +589,6 @@ class Matvec {
   const MatvecArgs& op;
   unsigned char* shared;
   MatvecShared* small;
-  LaneX<kTiles> lane_x;
   uint32_t parity = 0;
   int slot = 0;
   int x_at, scales_at, partials_at;

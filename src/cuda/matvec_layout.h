@@ -3,7 +3,7 @@
 //
 // A tile is 16 rows x 128 columns (64 for 16-bit weights): the codes in the order in which the lanes of one warp feed them to
 // the tensor cores, and its meta data (scales, mins). A slice is what the warps of a block multiply side by side: k_warps column
-// tiles of row_warps row tiles. One or two slices are a stage of the kernel's ring: codes first, then meta data, padded to a multiple of 128
+// tiles of row_warps row tiles. One to three slices are a stage of the kernel's ring: codes first, then meta data, padded to a multiple of 128
 // bytes, one bulk copy; columns that the matrix does not have are tiles of zeros, so that all stages are alike. A unit is all
 // columns of row_warps row tiles: whole stages. A matrix is its units, one after the other, then a scale for each row where the
 // format (or a tensor scale) has one. So a block that owns a range of units reads one contiguous stream.
@@ -29,16 +29,16 @@ struct TileShape {
   int columns = 0;                  // 0: the format has no tiles
   int code_bytes = 0;
   int meta_bytes = 0;
-  int slices = 1;                   // of a stage: column tiles that a warp has in it; stages of 16 to 40 KiB
+  int slices = 1;                   // of a stage: column tiles that a warp has in it; stages of 15 to 40 KiB
 };
 BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
   switch (format) {
-    case Format::kFp4G128: return {128, 1024, 32, 2};
-    case Format::kMxfp4: return {128, 1024, 64, 2};
-    case Format::kNvfp4: return {128, 1024, 128, 2};
-    case Format::kQ4_0: return {128, 1024, 128, 2};
-    case Format::kQ4_1: return {128, 1024, 256, 1};
-    case Format::kQ4_K: return {128, 1024, 192, 2};
+    case Format::kFp4G128: return {128, 1024, 32, 3};
+    case Format::kMxfp4: return {128, 1024, 64, 3};
+    case Format::kNvfp4: return {128, 1024, 128, 3};
+    case Format::kQ4_0: return {128, 1024, 128, 3};
+    case Format::kQ4_1: return {128, 1024, 256, 3};
+    case Format::kQ4_K: return {128, 1024, 192, 3};
     case Format::kQ5_0: return {128, 1280, 128, 1};
     case Format::kQ5_1: return {128, 1280, 256, 1};
     case Format::kQ5_K: return {128, 1280, 192, 1};
@@ -52,7 +52,7 @@ BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
 }
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kMatvecWarps = 15;       // of a block that multiply; k_warps · row_warps of them have tiles
+inline constexpr int kMatvecWarps = 11;       // of a block that multiply; k_warps · row_warps of them have tiles
 inline constexpr int kMatvecMaxStages = 8;    // of the ring
 inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 

@@ -122,7 +122,8 @@ TEST(MatvecLayoutTest, PlansAreAlignedAndWasteLittle) {
       EXPECT_EQ(plan.unit_bytes % 128, 0);
       EXPECT_GE(plan.n_units * plan.row_warps, plan.n_row_tiles);
       EXPECT_GE(plan.n_stages * plan.stage_columns(), plan.n_column_tiles);
-      EXPECT_LE(static_cast<double>(plan.packed_bytes), 1.08 * static_cast<double>(matrix.bytes())) << info(format).name;
+      // Bytes for 6-bit scales are 5.5 % of Q4_K; 33 column tiles for 32 are 3 % of o.
+      EXPECT_LE(static_cast<double>(plan.packed_bytes), 1.10 * static_cast<double>(matrix.bytes())) << info(format).name;
     }
   }
 }
@@ -138,7 +139,7 @@ TEST(MatvecLayoutTest, LaunchesFitIntoSharedMemory) {
         for (int n_rows = 1; n_rows <= kMatvecMaxRows; ++n_rows) {
           const MatvecLaunch launch = plan_launch(plan, n_rows, device);
           if (launch.n_blocks == 0) {
-            EXPECT_GT(n_rows, 2) << info(format).name << ": at least two rows fit anywhere";
+            EXPECT_GT(n_rows, 1) << info(format).name << ": one row fits anywhere";
             continue;
           }
           EXPECT_LE(launch.shared_bytes, device.shared_per_block);
