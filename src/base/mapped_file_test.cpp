@@ -1,6 +1,8 @@
 // What: a mapped file shows the file's bytes; what cannot be mapped is one line that names it.
 #include "base/mapped_file.h"
 
+#include <sys/stat.h>
+
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -64,6 +66,13 @@ TEST_F(MappedFileTest, WhatCannotBeMappedIsNamed) {
   EXPECT_EQ(error_of(missing), missing + ": cannot open: No such file or directory");
   EXPECT_EQ(error_of(folder_), folder_.string() + ": not a regular file");
   EXPECT_EQ(error_of("/dev/null"), "/dev/null: not a regular file");
+}
+
+// Opening one in the ordinary way waits until somebody writes to it: without the fix this test never ends.
+TEST_F(MappedFileTest, AFifoIsRefusedAtOnce) {
+  const std::string fifo = folder_ / "fifo";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  EXPECT_EQ(error_of(fifo), fifo + ": not a regular file");
 }
 
 }  // namespace

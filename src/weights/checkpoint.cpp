@@ -1,6 +1,7 @@
 // Opening a checkpoint by what lies at a path, and turning its tensors into matrices.
 #include "weights/checkpoint.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -29,9 +30,12 @@ namespace {
 
 std::string shape_text(std::span<const int64_t> shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
+// The readers limit shapes; a product that overflows all the same counts as more than any tensor has.
 int64_t count_of(const TensorInfo& tensor) {
+  if (std::find(tensor.shape.begin(), tensor.shape.end(), 0) != tensor.shape.end()) return 0;
   int64_t n = 1;
-  for (const int64_t dim : tensor.shape) n *= dim;  // the reader made sure that it does not overflow
+  for (const int64_t dim : tensor.shape)
+    if (__builtin_mul_overflow(n, dim, &n)) return INT64_MAX;
   return n;
 }
 
@@ -106,7 +110,8 @@ void attach_fp8_scales(const Checkpoint& checkpoint, const TensorInfo& scale, Ho
 std::unique_ptr<Checkpoint> open_checkpoint(const std::string& path) {
   std::error_code failure;
   const auto status = std::filesystem::status(path, failure);
-  if (!std::filesystem::exists(status)) throw Error(ErrorCode::kIo, fmt::format("{}: no such file or folder", path));
+  if (!std::filesystem::exists(status))
+    throw Error(ErrorCode::kIo, fmt::format("{}: cannot open: {}", path, failure.message()));
   if (std::filesystem::is_directory(status)) return open_hugging_face(path);
   if (path.ends_with(".safetensors"))
     throw Error(ErrorCode::kBadInput,

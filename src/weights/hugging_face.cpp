@@ -28,9 +28,10 @@ std::string_view text_of(const MappedFile& file) {
   return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
 }
 
+// True also when the system does not tell (no permission): then opening the file says why.
 bool exists(const std::string& path) {
   std::error_code ignored;
-  return std::filesystem::exists(path, ignored);
+  return std::filesystem::status(path, ignored).type() != std::filesystem::file_type::not_found;
 }
 
 class OwnedStrings final : public StringList {
@@ -153,7 +154,9 @@ class ConfigMetadata final : public Metadata {
 
   static std::string describe(const OrderedJson& value) {
     if (value.is_array())
-      return value.empty() ? "an empty array" : fmt::format("array of {}: {}, ...", value.size(), describe(value[0]));
+      return value.empty() ? "an empty array"
+                           : fmt::format("array of {}: {}{}", value.size(), describe(value[0]),
+                                         value.size() > 1 ? ", ..." : "");
     if (value.is_object()) return fmt::format("object of {} keys", value.size());
     if (value.is_string()) return "string " + quote(value.get_ref<const std::string&>(), 60);
     return value.dump();  // a number, a bool or null: no line break

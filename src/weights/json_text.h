@@ -28,10 +28,18 @@ inline std::string json_reason(const nlohmann::json::exception& exception) {
   return inside.substr(1, inside.size() - 2);
 }
 
-// name: the file, for messages. Errors (all kBadInput): no JSON, not UTF-8, a number beyond f64, a key that occurs
-// twice in an object, nesting deeper than kMaxJsonDepth, more than max_keys keys in an object.
+// nlohmann takes a NUL byte outside strings for the end of the text, and would ignore what follows it. JSON allows none
+// anywhere. name: the text, for messages ("FILE", "FILE: the header").
+inline void refuse_nul(const std::string& name, std::string_view text) {
+  if (const size_t at = text.find('\0'); at != text.npos)
+    throw Error(ErrorCode::kBadInput, fmt::format("{}: not valid JSON: a NUL at byte {}", name, at));
+}
+
+// name: the file, for messages. Errors (all kBadInput): no JSON, a NUL byte, not UTF-8, a number beyond f64, a key that
+// occurs twice in an object, nesting deeper than kMaxJsonDepth, more than max_keys keys in an object.
 template <class Json>
 Json parse_json(const std::string& name, std::string_view text, size_t max_keys = kMaxJsonKeys) {
+  refuse_nul(name, text);
   std::vector<std::unordered_set<std::string>> open_objects;
   int depth = 0;
   const auto watch = [&](int, typename Json::parse_event_t event, Json& parsed) {

@@ -45,6 +45,9 @@ std::string_view dtype_name(Format format) {
   return "U8";
 }
 
+// The GGUF reader's limit too: sizes in bytes and positions in any format fit into 64 bits then.
+constexpr uint64_t kMaxTensorElements = uint64_t{1} << 60;
+
 // A tensor of the header before its data is checked.
 struct HeaderTensor {
   TensorInfo info;
@@ -184,10 +187,19 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     tensor.info.shape = shape_;
     tensor.begin = offsets_[0];
     tensor.end = offsets_[1];
-    uint64_t n_bytes = static_cast<uint64_t>(info(tensor.info.format).block_bytes);
-    for (const int64_t dim : shape_)
-      if (__builtin_mul_overflow(n_bytes, static_cast<uint64_t>(dim), &n_bytes))
-        bad(path_, fmt::format("tensor {}: its shape has more than 2^64 bytes", quote(name_)));
+    // Dimensions of 0 are left out of the limit's product: whoever multiplies the others must not overflow either.
+    uint64_t n_elements = 1;
+    bool empty = false;
+    for (const int64_t dim : shape_) {
+      if (dim == 0)
+        empty = true;
+      else if (__builtin_mul_overflow(n_elements, static_cast<uint64_t>(dim), &n_elements) ||
+               n_elements > kMaxTensorElements)
+        bad(path_, fmt::format("tensor {} has more than 2^60 elements: shape [{}]", quote(name_),
+                               fmt::join(shape_, ", ")));
+    }
+    // At most 2^60 elements of at most 8 bytes: no overflow.
+    const uint64_t n_bytes = empty ? 0 : n_elements * static_cast<uint64_t>(info(tensor.info.format).block_bytes);
     if (tensor.end < tensor.begin || tensor.end - tensor.begin != n_bytes)
       bad(path_, fmt::format("tensor {} has data_offsets [{}, {}], expected {} bytes for its dtype and shape",
                              quote(name_), tensor.begin, tensor.end, n_bytes));
@@ -232,6 +244,7 @@ void SafetensorsFile::read_header() {
     bad(path, fmt::format("the header starts with {}, expected '{{'",
                           quote({header, std::min<size_t>(header_bytes, 1)})));
 
+  refuse_nul(fmt::format("{}: the header", path), {header, header_bytes});
   HeaderReader reader(path);
   nlohmann::json::sax_parse(header, header + header_bytes, &reader);  // throws, never returns false
   metadata_ = std::move(reader.metadata);
@@ -307,10 +320,7 @@ void SafetensorsFile::apply_formats() {
       throw Error(ErrorCode::kBadInput,
                   fmt::format("{} gives {} the format {}, expected it to be U8 in rows of a multiple of {} bytes",
                               where, quote(name), wanted.name, wanted.block_bytes));
-    // A block has at most 2 weights a byte and rows are shorter than the file, except for empty tensors.
-    if (tensor->shape.back() > INT64_MAX / 4)
-      throw Error(ErrorCode::kBadInput, fmt::format("{} names {}, whose rows of {} bytes are too long", where,
-                                                    quote(name), tensor->shape.back()));
+    // A block has at most 2 weights a byte, so at most 2^61 in all: no overflow.
     tensor->shape.back() = tensor->shape.back() / wanted.block_bytes * wanted.block_weights;
     tensor->format = *format;
   }

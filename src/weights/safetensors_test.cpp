@@ -3,6 +3,8 @@
 // How:  files built byte by byte (test_files.h) for reading; the writer against the reader, and half-written files.
 #include "weights/safetensors.h"
 
+#include <sys/stat.h>
+
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -104,6 +106,8 @@ TEST(SafetensorsTest, TheHeaderMustLieInsideTheFile) {
 
 TEST(SafetensorsTest, TheHeaderMustBeJsonInUtf8OfTheRightShape) {
   expect_bad_header("{", {"not valid JSON at its byte", "unexpected end"});
+  expect_bad_header(std::string("{}\0x", 4), {"the header: not valid JSON: a NUL at byte 2"});
+  expect_bad_header(std::string("{\"a\":\0", 6), {"the header: not valid JSON: a NUL at byte 5"});
   expect_bad_header("{}x", {"not valid JSON", "expected end of input"});
   expect_bad_header("{\"a\xff\":{}}", {"not valid JSON", "invalid string: ill-formed UTF-8"});
   expect_bad_header("{\"a\n\":{}}", {"not valid JSON"});
@@ -168,11 +172,21 @@ TEST(SafetensorsTest, OffsetsMustCoverTheDataOnceAndAgreeWithDtypeAndShape) {
                     R"("data_offsets":[8,16]}})",
                     {"tensor 'a' occurs twice"}, 16);
   expect_bad_header(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],"data_offsets":[0,8]}})",
-                    {"tensor 'a': its shape has more than 2^64 bytes"});
+                    {"tensor 'a' has more than 2^60 elements: shape [4294967296, 4294967296, 4294967296]"});
   expect_bad_header(R"({"a":{"dtype":"F32","shape":[4611686018427387904],"data_offsets":[0,0]}})",
-                    {"tensor 'a': its shape has more than 2^64 bytes"}, 0);
-  expect_bad_header(R"({"a":{"dtype":"U8","shape":[9223372036854775807],"data_offsets":[0,9223372036854775807]}})",
-                    {"'a' ends at byte 9223372036854775807 of the data, but the file has 8"});
+                    {"tensor 'a' has more than 2^60 elements"}, 0);
+  // No bytes at all, but the other dimensions' product leaves 64 bits.
+  expect_bad_header(R"({"a":{"dtype":"F8_E4M3","shape":[9223372036854775807,2,0],"data_offsets":[0,0]}})",
+                    {"tensor 'a' has more than 2^60 elements"}, 0);
+  expect_bad_header(R"({"a":{"dtype":"U8","shape":[0,1152921504606846977],"data_offsets":[0,0]}})",
+                    {"tensor 'a' has more than 2^60 elements"}, 0);
+  const TempFolder folder;
+  const SafetensorsFile file(folder.write(
+      "x.safetensors",
+      safetensors_bytes(R"({"a":{"dtype":"U8","shape":[0,1152921504606846976],"data_offsets":[0,0]}})", "")));
+  EXPECT_EQ(file.tensors().size(), 1u);
+  expect_bad_header(R"({"a":{"dtype":"U8","shape":[1152921504606846976],"data_offsets":[0,1152921504606846976]}})",
+                    {"'a' ends at byte 1152921504606846976 of the data, but the file has 8"});
 }
 
 TEST(SafetensorsTest, FormatsOfU8TensorsAreChecked) {
@@ -406,7 +420,7 @@ TEST(HuggingFaceTest, AFolderGivesConfigAndTensors) {
   folder.write("model.safetensors", one_tensor("a"));
   folder.write("config.json", R"({"hidden_size": 64, "rope_parameters": {"full_attention": {"rope_theta": 1e6, "n": 3}},
     "layer_types": ["s", "f"], "tie": true, "none": null, "eos_token_id": [1, 106], "flags": [true, false],
-    "floats": [0.5, 2], "a.b": {"c.d": 5}, "name": "gemma", "empty": {}, "big": 18446744073709551615})");
+    "floats": [0.5, 2], "a.b": {"c.d": 5}, "name": "gemma", "one": ["x"], "empty": {}, "big": 18446744073709551615})");
   const auto checkpoint = open_checkpoint(folder.path());
   EXPECT_EQ(checkpoint->container(), Container::kHuggingFace);
   EXPECT_EQ(checkpoint->tensors().size(), 1u);
@@ -431,6 +445,8 @@ TEST(HuggingFaceTest, AFolderGivesConfigAndTensors) {
   EXPECT_EQ(m.describe("rope_parameters"), "object of 1 keys");
   EXPECT_EQ(m.describe("none"), "null");
   EXPECT_EQ(m.describe("absent"), "absent");
+  EXPECT_EQ(m.describe("eos_token_id"), "array of 2: 1, ...");
+  EXPECT_EQ(m.describe("one"), "array of 1: string 'x'");
   EXPECT_EQ(m.keys()[1], "rope_parameters.full_attention.rope_theta");
   const std::string prefix = folder.path("config.json") + ": ";
   const auto message = [](const std::function<void()>& call) { return catch_error(call).message; };
@@ -455,6 +471,7 @@ TEST(HuggingFaceTest, FaultyConfigsAreOneLine) {
   };
   expect_caught(message(""), ErrorCode::kBadInput, {"not valid JSON", "unexpected end of input"});
   expect_caught(message("{\n\n"), ErrorCode::kBadInput, {"not valid JSON"});
+  expect_caught(message(std::string("{}\n\0{}", 6)), ErrorCode::kBadInput, {"not valid JSON: a NUL at byte 3"});
   expect_caught(message("[1]"), ErrorCode::kBadInput, {"holds a JSON array, expected an object"});
   expect_caught(message("{\"a\": \"\xff\xfe\"}"), ErrorCode::kBadInput, {"not valid JSON", "ill-formed UTF-8"});
   expect_caught(message("\xff\xfe{}"), ErrorCode::kBadInput, {"not valid JSON"});
@@ -533,7 +550,7 @@ TEST(HuggingFaceTest, TensorsMustBeUniqueAmongShards) {
 TEST(OpenCheckpointTest, WhatIsNoModelIsNamed) {
   const TempFolder folder;
   expect_caught(catch_error([&] { open_checkpoint(folder.path("nothing")); }), ErrorCode::kIo,
-                {"nothing: no such file or folder"});
+                {"nothing: cannot open: No such file or directory"});
   expect_caught(catch_error([&] { open_checkpoint(folder.path()); }), ErrorCode::kBadInput, {"config.json: missing"});
   folder.write("config.json", "{}");
   expect_caught(catch_error([&] { open_checkpoint(folder.path()); }), ErrorCode::kBadInput,
@@ -544,6 +561,34 @@ TEST(OpenCheckpointTest, WhatIsNoModelIsNamed) {
   const std::string text = folder.write("notes.txt", "hello world");
   expect_caught(catch_error([&] { open_checkpoint(text); }), ErrorCode::kBadInput,
                 {"the first bytes are 'hell', expected 'GGUF'"});
+  expect_caught(catch_error([&] { open_checkpoint(text + "/"); }), ErrorCode::kIo,
+                {"notes.txt/: cannot open: Not a directory"});
+  const std::string loop = folder.path("loop");
+  std::filesystem::create_symlink(loop, loop);
+  expect_caught(catch_error([&] { open_checkpoint(loop); }), ErrorCode::kIo,
+                {"loop: cannot open: Too many levels of symbolic links"});
+  const TempFolder looped;
+  std::filesystem::create_symlink(looped.path("config.json"), looped.path("config.json"));
+  expect_caught(catch_error([&] { open_checkpoint(looped.path()); }), ErrorCode::kIo,
+                {"config.json: cannot open: Too many levels of symbolic links"});
+}
+
+// Opening one in the ordinary way waits for a writer, for ever.
+TEST(OpenCheckpointTest, FifosAreRefusedAtOnce) {
+  const TempFolder folder;
+  const auto make_fifo = [&](const std::string& name) {
+    ASSERT_EQ(::mkfifo(folder.path(name).c_str(), 0600), 0);
+  };
+  make_fifo("model.gguf");
+  expect_caught(catch_error([&] { open_checkpoint(folder.path("model.gguf")); }), ErrorCode::kIo,
+                {"model.gguf: not a regular file"});
+  make_fifo("config.json");
+  expect_caught(catch_error([&] { open_checkpoint(folder.path()); }), ErrorCode::kIo,
+                {"config.json: not a regular file"});
+  folder.write("config.json", "{}");
+  make_fifo("model.safetensors");
+  expect_caught(catch_error([&] { open_checkpoint(folder.path()); }), ErrorCode::kIo,
+                {"model.safetensors: not a regular file"});
 }
 
 }  // namespace
