@@ -3,11 +3,14 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
+#include <time.h>
+
 #include <algorithm>
 
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "weights/quote.h"
 
 namespace beryl {
 
@@ -38,7 +41,7 @@ constexpr std::string_view kWhiteSpace =
 
 [[noreturn]] void refuse(std::string_view pattern, std::string_view what) {
   throw Error(ErrorCode::kUnsupported,
-              fmt::format("pre-tokenizer pattern '{}': {} is not supported", pattern.substr(0, 200), what));
+              fmt::format("pre-tokenizer pattern {}: {} is not supported", quote(pattern), what));
 }
 
 // The reference pattern in PCRE2's words. Only what both read alike passes; the rest is refused by name.
@@ -75,6 +78,8 @@ std::string to_pcre2(std::string_view pattern) {
     } else {
       if (in_class && c == '[') refuse(pattern, "a class inside a class");
       if (in_class && c == '&' && pattern.substr(i, 2) == "&&") refuse(pattern, "an intersection of classes");
+      // PCRE2's verbs change how the search goes on; the references have none.
+      if (!in_class && pattern.substr(i, 2) == "(*") refuse(pattern, "a verb '(*'");
       if (c == '[') in_class = true;
       if (c == ']') in_class = false;
       out += c;
@@ -86,6 +91,54 @@ std::string to_pcre2(std::string_view pattern) {
 int count_callout(pcre2_callout_block*, void* counter) {
   ++*static_cast<uint64_t*>(counter);
   return 0;
+}
+
+// PCRE2 counts the steps of an attempt to match at one place, and its limit is by attempt. The built-in patterns take
+// under 20 (by either engine), apart from a run of white space, where Llama 3's takes one or two a character and then
+// matches the run. So attempts are free up to kFreeSteps, which bounds their sum by the text's length; one that needs
+// more is repeated with more, and pays from a budget that the whole text shares.
+constexpr uint64_t kFreeSteps = 256;
+constexpr uint64_t kBudgetSteps = 100'000, kBudgetStepsPerByte = 64;
+// Reading on through a run of one class of characters is no step, so a pattern that reads far at every place is slow
+// in few steps. That takes the clock: the built-in patterns stay far below 0.1 us a byte.
+constexpr uint64_t kBudgetNanoseconds = 1'000'000'000, kBudgetNanosecondsPerByte = 5'000;
+constexpr size_t kStartsBetweenClocks = 256;   // places to start at that one call tries
+constexpr uint64_t kMatchesBetweenClocks = 64;
+
+// What matching one text may cost.
+class WorkBudget {
+ public:
+  explicit WorkBudget(size_t text_bytes)
+      : steps_(kBudgetSteps + kBudgetStepsPerByte * text_bytes),
+        end_(now() + kBudgetNanoseconds + kBudgetNanosecondsPerByte * text_bytes) {}
+
+  // For an attempt that came to its limit of `steps` without an end. False when that is more than is left.
+  bool pay(uint64_t steps) {
+    if (steps > steps_) return false;
+    steps_ -= steps;
+    return in_time();
+  }
+  bool in_time() const { return now() <= end_; }
+  bool count_match() { return ++n_matches_ % kMatchesBetweenClocks != 0 || in_time(); }
+
+ private:
+  // This thread's own time, so that a busy machine changes nothing.
+  static uint64_t now() {
+    timespec time{};
+    ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(time.tv_nsec);
+  }
+
+  uint64_t steps_;
+  uint64_t end_;
+  uint64_t n_matches_ = 0;
+};
+
+// The place of the next character after `at`, or the end.
+size_t next_character(std::string_view text, size_t at) {
+  ++at;
+  while (at < text.size() && (static_cast<uint8_t>(text[at]) & 0xC0) == 0x80) ++at;
+  return at;
 }
 
 // One caller's working memory for matching.
@@ -119,7 +172,7 @@ Pretokenizer::Pretokenizer(const std::vector<SplitStep>& steps, bool count_steps
     const std::string pattern = to_pcre2(step.pattern);
     int error = 0;
     PCRE2_SIZE offset = 0;
-    const uint32_t options = PCRE2_UTF | PCRE2_UCP | (count_steps ? PCRE2_AUTO_CALLOUT : 0u);
+    const uint32_t options = PCRE2_UTF | PCRE2_UCP | PCRE2_USE_OFFSET_LIMIT | (count_steps ? PCRE2_AUTO_CALLOUT : 0u);
     pcre2_code* code = pcre2_compile(reinterpret_cast<PCRE2_SPTR>(pattern.data()), pattern.size(), options, &error,
                                      &offset, nullptr);
     if (code == nullptr) refuse(step.pattern, fmt::format("what PCRE2 calls '{}'", pcre2_message(error)));
@@ -141,25 +194,53 @@ void Pretokenizer::split(std::string_view text, std::vector<std::string_view>& p
   if (!matcher.context) throw Error(ErrorCode::kOutOfMemory, "no memory to match a pre-tokenizer pattern");
   if (count_steps_ && steps != nullptr) pcre2_set_callout(matcher.context.get(), count_callout, steps);
 
-  // The match of one piece, from `start`: [begin, end), or false.
+  WorkBudget budget(text.size());
+  // The first match of one piece from `start` on: [begin, end), or false.
   const auto find = [&](const Step& step, std::string_view subject, size_t start, size_t& begin, size_t& end) {
-    // Linear patterns need a few internal calls a character; many more mean that backtracking explodes.
-    const uint64_t limit = 10'000 + 64 * static_cast<uint64_t>(subject.size() - start);
-    pcre2_set_match_limit(matcher.context.get(), static_cast<uint32_t>(std::min<uint64_t>(limit, 0xFFFFFFFFu)));
-    const auto run = [&] {
-      return pcre2_match(step.code.get(), reinterpret_cast<PCRE2_SPTR>(subject.data()), subject.size(), start,
-                         PCRE2_NO_UTF_CHECK, matcher.data.get(), matcher.context.get());
+    const auto stopped = [&](size_t at, const std::string& why) {
+      return Error(ErrorCode::kBadInput,
+                   fmt::format("pre-tokenizer: matching stopped at byte {} of {}: {}", at, subject.size(), why));
     };
-    int found = run();
-    if (found == PCRE2_ERROR_JIT_STACKLIMIT && !matcher.jit_stack) {
-      matcher.jit_stack.reset(pcre2_jit_stack_create(64 << 10, 16 << 20, nullptr));
-      pcre2_jit_stack_assign(matcher.context.get(), nullptr, matcher.jit_stack.get());
-      found = run();
+    const auto over_budget = [&](size_t at) { return stopped(at, "the work passes its limit for such a text"); };
+    // Attempts that start at `first` ... `last`.
+    const auto run = [&](size_t first, size_t last, uint64_t limit) {
+      pcre2_set_match_limit(matcher.context.get(), static_cast<uint32_t>(std::min<uint64_t>(limit, 0xFFFFFFFFu)));
+      pcre2_set_offset_limit(matcher.context.get(), last);
+      const auto match = [&] {
+        return pcre2_match(step.code.get(), reinterpret_cast<PCRE2_SPTR>(subject.data()), subject.size(), first,
+                           PCRE2_NO_UTF_CHECK, matcher.data.get(), matcher.context.get());
+      };
+      int found = match();
+      if (found == PCRE2_ERROR_JIT_STACKLIMIT && !matcher.jit_stack) {
+        matcher.jit_stack.reset(pcre2_jit_stack_create(64 << 10, 16 << 20, nullptr));
+        pcre2_jit_stack_assign(matcher.context.get(), nullptr, matcher.jit_stack.get());
+        found = match();
+      }
+      if (found < 0 && found != PCRE2_ERROR_NOMATCH && found != PCRE2_ERROR_MATCHLIMIT)
+        throw stopped(first, pcre2_message(found));
+      return found;
+    };
+
+    int found = PCRE2_ERROR_NOMATCH;
+    for (size_t at = start; at <= subject.size() && found == PCRE2_ERROR_NOMATCH;) {
+      const size_t last = std::min(at + kStartsBetweenClocks, subject.size());
+      found = run(at, last, kFreeSteps);
+      if (found == PCRE2_ERROR_MATCHLIMIT) {  // at one of these places: each by itself
+        found = PCRE2_ERROR_NOMATCH;
+        for (; at <= last && found == PCRE2_ERROR_NOMATCH; at = next_character(subject, at)) {
+          uint64_t limit = kFreeSteps;
+          while ((found = run(at, at, limit)) == PCRE2_ERROR_MATCHLIMIT) {
+            if (!budget.pay(limit)) throw over_budget(at);
+            limit *= 2;
+          }
+        }
+      } else {
+        at = next_character(subject, last);
+      }
+      if (found == PCRE2_ERROR_NOMATCH && !budget.in_time()) throw over_budget(at);
     }
     if (found == PCRE2_ERROR_NOMATCH) return false;
-    if (found < 0)
-      throw Error(ErrorCode::kBadInput, fmt::format("pre-tokenizer: matching stopped at byte {} of {}: {}", start,
-                                                    subject.size(), pcre2_message(found)));
+    if (!budget.count_match()) throw over_budget(start);
     const PCRE2_SIZE* bounds = pcre2_get_ovector_pointer(matcher.data.get());
     begin = bounds[0];
     end = bounds[1];
@@ -208,8 +289,7 @@ void Pretokenizer::split(std::string_view text, std::vector<std::string_view>& p
         done = end;
         search = end;
         if (end == begin) {  // an empty match: go on at the next character
-          ++search;
-          while (search < subject.size() && (static_cast<uint8_t>(subject[search]) & 0xC0) == 0x80) ++search;
+          search = next_character(subject, search);
         }
       }
       stretch(done, subject.size(), false);

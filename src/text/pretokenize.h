@@ -2,7 +2,7 @@
 //
 // PCRE2 with its JIT compiler matches them, with Unicode character classes. \s means Unicode White_Space here, as in
 // the references (PCRE2's own \s differs: it has U+180E). Matching is linear in the text for the built-in patterns; a
-// limit on PCRE2's own work turns a pattern of a user's file that is not into an Error.
+// limit on the work for one text turns a pattern of a user's file that is not into an Error.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ class Pretokenizer {
   Pretokenizer& operator=(const Pretokenizer&) = delete;
 
   // Appends the pieces of `text` to `pieces`; none is empty. Requires valid UTF-8. Throws Error(kBadInput) when
-  // matching passes its limit. May be called by many threads at once.
+  // the work for the text passes its limit. May be called by many threads at once.
   void split(std::string_view text, std::vector<std::string_view>& pieces, uint64_t* steps = nullptr) const;
 
  private:

@@ -138,6 +138,41 @@ TEST(Pretokenizer, APatternThatExplodesIsAnError) {
   EXPECT_EQ(code, ErrorCode::kBadInput);
 }
 
+// Each attempt ends in reasonable time; all of them together take minutes to hours. The first two need many steps, the
+// others read far in few.
+TEST(Pretokenizer, WorkOverAllPlacesIsLimited) {
+  const std::pair<const char*, size_t> cases[] = {{"(a|aa)+$|zzz", 93'000},
+                                                  {"a*a*[bc]", 93'000},
+                                                  {R"((?:\p{L}+\d|\p{L})*)", 93'000},
+                                                  {R"(\p{L}+\d|\p{L})", 250'000}};
+  for (const auto& [pattern, n_letters] : cases) {
+    const Pretokenizer pretokenizer({{pattern}});
+    ErrorCode code = ErrorCode::kIo;
+    const std::string message =
+        test::error_of([&] { split(pretokenizer, std::string(n_letters, 'a') + "-b"); }, &code);
+    EXPECT_NE(message.find("passes its limit"), std::string::npos) << pattern << ": " << message;
+    EXPECT_EQ(code, ErrorCode::kBadInput) << pattern;
+  }
+}
+
+TEST(Pretokenizer, MatchesAreFoundWhereverTheSearchIsInterrupted) {
+  // Far between matches, with characters of two bytes at even and odd places.
+  for (size_t n = 120; n < 140; ++n) {
+    for (const char* lead : {"", "-"}) {
+      std::string gap = lead;
+      for (size_t i = 0; i < n; ++i) gap += "é";
+      EXPECT_EQ(split(Pretokenizer({{"x+"}}), gap + "xx" + gap + gap + "x" + gap),
+                (Pieces{gap, "xx", gap + gap, "x", gap}));
+      EXPECT_EQ(split(Pretokenizer({{"$"}}), gap + gap), Pieces{gap + gap});
+    }
+  }
+  // More steps than an attempt has at first, where it matches and where it does not.
+  std::string ab150, ab300;
+  for (int i = 0; i < 300; ++i) (i < 150 ? ab150 : ab300) += "ab";
+  ab300 += ab300;
+  EXPECT_EQ(split(Pretokenizer({{"(?:a|b)+c"}}), ab150 + "d" + ab300 + "c!"), (Pieces{ab150 + "d", ab300 + "c", "!"}));
+}
+
 TEST(Pretokenizer, UnknownSyntaxIsRefusedByName) {
   for (const auto& [pattern, part] : std::vector<std::pair<std::string, std::string>>{{R"(\w+)", "\\w"},
                                                                                       {R"(\h)", "\\h"},
@@ -145,12 +180,16 @@ TEST(Pretokenizer, UnknownSyntaxIsRefusedByName) {
                                                                                       {R"([a[b]])", "class"},
                                                                                       {R"([a&&b])", "intersection"},
                                                                                       {R"((a)", "PCRE2"},
+                                                                                      {"(*COMMIT)a", "verb"},
                                                                                       {"a\\", "backslash"}}) {
     ErrorCode code = ErrorCode::kIo;
     const std::string message = test::error_of([&] { Pretokenizer({{pattern}}); }, &code);
     EXPECT_EQ(code, ErrorCode::kUnsupported) << pattern;
     EXPECT_NE(message.find(part), std::string::npos) << message;
   }
+  const std::string message = test::error_of([] { Pretokenizer({{std::string(300, 'a') + "\n("}}); });
+  EXPECT_NE(message.find("'" + std::string(80, 'a') + "...'"), std::string::npos) << message;
+  EXPECT_EQ(message.find('\n'), std::string::npos) << message;
 }
 
 }  // namespace

@@ -48,15 +48,31 @@ constexpr std::array<int16_t, 0x144> make_character_bytes() {
 }
 constexpr std::array<int16_t, 0x144> kCharacterBytes = make_character_bytes();
 
-std::string replace_all(std::string_view text, std::string_view from, std::string_view to) {
+// A replacement may lengthen a text, and several in a row multiply. Gemma's makes a space three bytes.
+constexpr size_t kMaxGrowth = 16, kMaxExtraBytes = 1024;
+
+// The most bytes that replacements may make of a text of `bytes`.
+size_t grown_limit(size_t bytes) { return bytes * kMaxGrowth + kMaxExtraBytes; }
+
+// Requires that `from` is not empty. Throws Error(kBadInput) rather than grow beyond max_bytes.
+std::string replace_all(std::string_view text, std::string_view from, std::string_view to, size_t max_bytes) {
   std::string out;
   out.reserve(text.size());
+  const auto check_size = [&](size_t more) {
+    if (out.size() + more > max_bytes)
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("the normalizer's replacement of {} by {} makes a text longer than {} bytes, {} times "
+                              "its length",
+                              quote(from, 40), quote(to, 40), max_bytes, kMaxGrowth));
+  };
   size_t done = 0;
   for (size_t at = text.find(from); at != std::string_view::npos; at = text.find(from, done)) {
+    check_size(at - done + to.size());
     out += text.substr(done, at - done);
     out += to;
     done = at + from.size();
   }
+  check_size(text.size() - done);
   out += text.substr(done);
   return out;
 }
@@ -163,7 +179,11 @@ Tokenizer::Tokenizer(TokenizerParts parts) : parts_(std::move(parts)) {
       const int32_t id = vocabulary.find(character);
       if (id >= 0 && vocabulary.type(id) == TokenType::kNormal) byte_ids_[byte] = id;
     }
-    pretokenizer_ = std::make_unique<Pretokenizer>(parts_.splits);
+    try {
+      pretokenizer_ = std::make_unique<Pretokenizer>(parts_.splits);
+    } catch (const Error& error) {   // it knows the pattern, not the file
+      throw Error(error.code, fmt::format("{}: {}", parts_.source, error.what()));
+    }
   }
 
   if (parts_.eos_id) stop_ids_.push_back(*parts_.eos_id);
@@ -182,8 +202,9 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text, bool parse_special
     rewritten = repair_utf8(text);
     text = rewritten;
   }
+  const size_t max_bytes = grown_limit(text.size());
   for (const auto& [from, to] : parts_.replacements) {
-    std::string replaced = replace_all(text, from, to);
+    std::string replaced = replace_all(text, from, to, max_bytes);
     rewritten.swap(replaced);
     text = rewritten;
   }
@@ -314,8 +335,10 @@ std::string Tokenizer::token_bytes(int32_t id) const {
   if (!parts_.byte_level) {
     if (type == TokenType::kByte) return std::string(1, static_cast<char>(*byte_of_name(text)));
     std::string bytes(text);
+    const size_t max_bytes = grown_limit(text.size());
     for (auto replacement = parts_.replacements.rbegin(); replacement != parts_.replacements.rend(); ++replacement)
-      bytes = replace_all(bytes, replacement->second, replacement->first);
+      if (!replacement->second.empty())   // what was deleted can not come back
+        bytes = replace_all(bytes, replacement->second, replacement->first, max_bytes);
     return bytes;
   }
   if (type == TokenType::kUserDefined) return std::string(text);

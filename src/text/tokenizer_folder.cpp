@@ -25,6 +25,9 @@ using Json = nlohmann::json;
 
 constexpr size_t kMaxSmallFileBytes = 16 << 20;   // tokenizer_config.json and the like; real ones stay below 2 MB
 constexpr int64_t kMaxTokenId = (1 << 24) - 1;
+// Ids that no token has become empty entries of the vocabulary. Vocabularies have few such holes; without a limit in
+// proportion to the tokens a file of a few bytes could claim all 2^24 ids.
+constexpr size_t kMaxIdsPerToken = 2, kMaxExtraIds = 1024;
 constexpr size_t kMaxTokenizerBytes = size_t{1} << 30;
 
 // Strings one after the other in one buffer.
@@ -87,6 +90,7 @@ class TokenizerJsonReader {
   bool start_array(size_t) {
     if (place_ == Place::kMerges) {
       place_ = Place::kMerge;
+      merge_index_ = merge_parts.size() / 2;   // all merges before this one have two parts
       parts_of_merge_ = 0;
       return true;
     }
@@ -117,7 +121,7 @@ class TokenizerJsonReader {
   enum class Place { kTree, kVocab, kMerges, kMerge };
 
   Error bad_merge() const {
-    return bad(fmt::format("model.merges[{}] is not two strings", (merge_parts.size() - 1) / 2));
+    return bad(fmt::format("model.merges[{}] is not two strings that are not empty", merge_index_));
   }
 
   bool number(int64_t v) {
@@ -184,6 +188,7 @@ class TokenizerJsonReader {
   std::vector<Json*> open_;   // containers from the root to here; a parent's pointer stays valid while a child is open
   Json* model_ = nullptr;
   std::string key_;
+  size_t merge_index_ = 0;   // of the merge that parts_of_merge_ is about
   int parts_of_merge_ = 0;
 };
 
@@ -370,9 +375,14 @@ void build_vocabulary(const Pipeline& pipeline, const TokenizerJsonReader& reade
     bool taken = false;
   };
   std::vector<Entry> entries;
+  const Json& added = pipeline.section("added_tokens");
+  if (!added.is_null() && !added.is_array()) throw pipeline.bad("added_tokens is not a list");
+  const int64_t max_id = std::min<int64_t>(
+      kMaxTokenId, static_cast<int64_t>((reader.vocab.size() + added.size()) * kMaxIdsPerToken + kMaxExtraIds));
   const auto entry = [&](int64_t id, std::string_view text) -> Entry& {
-    if (id < 0 || id > kMaxTokenId)
-      throw pipeline.bad(fmt::format("token {} has the id {}, expected 0 to {}", quote(text), id, kMaxTokenId));
+    if (id < 0 || id > max_id)
+      throw pipeline.bad(fmt::format("token {} has the id {}, expected 0 to {} for {} tokens", quote(text), id, max_id,
+                                     reader.vocab.size() + added.size()));
     if (static_cast<size_t>(id) >= entries.size()) entries.resize(static_cast<size_t>(id) + 1);
     return entries[static_cast<size_t>(id)];
   };
@@ -388,8 +398,6 @@ void build_vocabulary(const Pipeline& pipeline, const TokenizerJsonReader& reade
   }
 
   std::vector<std::string> added_texts;   // owns the text of entries until the vocabulary has copied it
-  const Json& added = pipeline.section("added_tokens");
-  if (!added.is_null() && !added.is_array()) throw pipeline.bad("added_tokens is not a list");
   added_texts.reserve(added.size());
   for (const Json& token : added) {
     if (!token.is_object()) throw pipeline.bad("added_tokens holds something that is no object");
@@ -455,6 +463,7 @@ std::unique_ptr<Tokenizer> load_folder_tokenizer(const Checkpoint& checkpoint) {
     if (file.bytes().size() > kMaxTokenizerBytes)
       throw reader.bad(fmt::format("{} bytes, expected at most {}", file.bytes().size(), kMaxTokenizerBytes));
     const char* text = reinterpret_cast<const char*>(file.bytes().data());
+    refuse_nul(path.string(), {text, file.bytes().size()});
     Json::sax_parse(text, text + file.bytes().size(), &reader);
   }
   if (!reader.root.is_object()) throw reader.bad("not a JSON object");

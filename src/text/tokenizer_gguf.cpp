@@ -162,6 +162,19 @@ std::unique_ptr<Tokenizer> load_gguf_tokenizer(const Checkpoint& checkpoint) {
   }
 
   parts.bos_id = file.id("tokenizer.ggml.bos_token_id");
+  if (!parts.bos_id && !parts.byte_level) {
+    // Gemma's answers are noise without a BOS, so the token is looked for by its name, as in a folder.
+    constexpr std::string_view kBosName = "<bos>";
+    if (const int32_t id = parts.vocabulary.find(kBosName); id >= 0) {
+      parts.bos_id = id;
+      parts.warnings.push_back(fmt::format("{}: tokenizer.ggml.bos_token_id is missing; the token '{}' ({}) is assumed",
+                                           file.path, kBosName, id));
+    } else {
+      parts.warnings.push_back(fmt::format("{}: tokenizer.ggml.bos_token_id is missing, and no token is named '{}'; "
+                                           "prompts start without a BOS",
+                                           file.path, kBosName));
+    }
+  }
   parts.eos_id = file.id("tokenizer.ggml.eos_token_id");
   parts.unknown_id = file.id("tokenizer.ggml.unknown_token_id");
   if (parts.byte_level) parts.unknown_id.reset();  // bytes need none

@@ -5,6 +5,7 @@
 #include "text/tokenizer.h"
 
 #include <stdlib.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <cmath>
@@ -369,6 +370,23 @@ TEST(Tokenizer, MissingPretokenizerKeyWarnsAndNamesTheAssumption) {
   EXPECT_NE(tokenizer->warnings()[0].find("gpt-2"), std::string::npos);
 }
 
+TEST(Tokenizer, WithoutABosKeyGemmasIsFoundByName) {
+  MemoryCheckpoint checkpoint = sentencepiece_checkpoint();
+  EXPECT_TRUE(load_tokenizer(checkpoint)->warnings().empty());
+  checkpoint.metadata_.values.erase("tokenizer.ggml.bos_token_id");
+  const auto tokenizer = load_tokenizer(checkpoint);
+  EXPECT_EQ(tokenizer->bos_id(), 2);
+  EXPECT_TRUE(tokenizer->adds_bos());
+  ASSERT_EQ(tokenizer->warnings().size(), 1u);
+  EXPECT_NE(tokenizer->warnings()[0].find("tokenizer.ggml.bos_token_id is missing; the token '<bos>' (2)"),
+            std::string::npos);
+  std::get<std::vector<std::string>>(checkpoint.metadata_.values["tokenizer.ggml.tokens"])[2] = "<start>";
+  const auto nameless = load_tokenizer(checkpoint);
+  EXPECT_EQ(nameless->bos_id(), std::nullopt);
+  ASSERT_EQ(nameless->warnings().size(), 1u);
+  EXPECT_NE(nameless->warnings()[0].find("without a BOS"), std::string::npos);
+}
+
 TEST(Tokenizer, UnknownPretokenizerIsRefusedWithTheKnownOnes) {
   MemoryCheckpoint checkpoint = byte_level_checkpoint();
   checkpoint.metadata_.values["tokenizer.ggml.pre"] = std::string("tekken");
@@ -457,6 +475,7 @@ class TemporaryFolder {
     path_ = mkdtemp(pattern.data());
   }
   ~TemporaryFolder() { std::filesystem::remove_all(path_); }
+  const std::filesystem::path& path() const { return path_; }
   void write(const std::string& name, const std::string& text) const { std::ofstream(path_ / name) << text; }
   std::unique_ptr<Tokenizer> load() const {
     MemoryCheckpoint checkpoint;
@@ -543,7 +562,15 @@ TEST(TokenizerJson, WhatIsNotKnownIsRefusedByName) {
       {"/model/vocab/<0xC3>", R"(null)", "<0xC3>", kBadInput},
       {"/model/vocab", R"({"<0xGG>": 3, "a": 0, "b": 1, "\u2581": 2, "ab": 4, "\u2581ab": 5})", "<0xGG>", kBadInput},
       {"/model/vocab", "[]", "vocab", kBadInput},
+      {"/model/vocab/a", "1063", "'a' has the id 1063, expected 0 to 1054 for 15 tokens", kBadInput},
+      {"/model/vocab/a", "16777215", "'a' has the id 16777215", kBadInput},
+      {"/added_tokens/0/id", "16777215", "'<pad>' has the id 16777215", kBadInput},
       {"/model/merges/0", R"(["a"])", "merges[0]", kBadInput},
+      {"/model/merges/0", "[]", "merges[0]", kBadInput},
+      {"/model/merges/0", R"(["", "a"])", "merges[0]", kBadInput},
+      {"/model/merges/0", R"(["a", ""])", "merges[0]", kBadInput},
+      {"/model/merges/1", "[]", "merges[1]", kBadInput},
+      {"/model/merges/1", R"(["a", "b", "c"])", "merges[1]", kBadInput},
       {"/model/merges/0", R"(["a", "b", "c"])", "merges[0]", kBadInput},
       {"/model/merges/0", R"(["a", 1])", "merges", kBadInput},
       {"/model/merges/0", R"(["a", ["b"]])", "merges", kBadInput},
@@ -570,6 +597,67 @@ TEST(TokenizerJson, WhatIsNotKnownIsRefusedByName) {
     EXPECT_EQ(code, fault.code) << message;
     EXPECT_EQ(message.find('\n'), std::string::npos) << message;
   }
+}
+
+TEST(TokenizerJson, TextAfterANulIsNotIgnored) {
+  TemporaryFolder folder;
+  const std::string whole = small_gemma_json().dump();
+  folder.write("tokenizer.json", whole + std::string("\0]", 2));
+  EXPECT_NE(error_of([&] { folder.load(); }).find(fmt::format("a NUL at byte {}", whole.size())), std::string::npos);
+}
+
+TEST(TokenizerJson, AFifoIsRefusedAtOnce) {
+  TemporaryFolder folder;
+  ASSERT_EQ(::mkfifo((folder.path() / "tokenizer.json").c_str(), 0600), 0);
+  EXPECT_NE(error_of([&] { folder.load(); }).find("tokenizer.json: not a regular file"), std::string::npos);
+}
+
+TEST(TokenizerJson, ABadSplitPatternNamesTheFileAndStaysShort) {
+  auto json = small_gemma_json();
+  json["normalizer"] = nullptr;
+  json["decoder"] = nullptr;
+  json["model"]["byte_fallback"] = false;
+  const auto split = nlohmann::ordered_json{{"type", "Split"},
+                                            {"pattern", {{"Regex", std::string(5000, 'a') + "("}}},
+                                            {"behavior", "Isolated"}};
+  const auto bytes = nlohmann::ordered_json{{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
+  json["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", {split, bytes}}};
+  TemporaryFolder folder;
+  folder.write("tokenizer.json", json.dump());
+  ErrorCode code = ErrorCode::kIo;
+  const std::string message = error_of([&] { folder.load(); }, &code);
+  EXPECT_TRUE(message.starts_with((folder.path() / "tokenizer.json").string() + ": pre-tokenizer pattern 'aaa"))
+      << message;
+  EXPECT_LT(message.size(), 400u);
+  EXPECT_EQ(code, ErrorCode::kUnsupported);
+}
+
+TEST(TokenizerJson, ReplacementsThatMultiplyTextAreErrors) {
+  const auto with = [](const std::string& from, const std::string& to, int times) {
+    auto json = small_gemma_json();
+    json["decoder"] = nullptr;
+    json["pre_tokenizer"] = nullptr;
+    auto list = nlohmann::ordered_json::array();
+    for (int i = 0; i < times; ++i)
+      list.push_back({{"type", "Replace"}, {"pattern", {{"String", from}}}, {"content", to}});
+    json["normalizer"] = {{"type", "Sequence"}, {"normalizers", list}};
+    TemporaryFolder folder;
+    folder.write("tokenizer.json", json.dump());
+    return folder.load();
+  };
+  const std::string hundred(100, 'a'), text(1000, 'a');
+  for (const int times : {1, 4}) {
+    const auto growing = with("a", hundred, times);
+    EXPECT_NE(error_of([&] { growing->encode(text, false); }).find("longer than 17024 bytes"), std::string::npos);
+  }
+  EXPECT_NO_THROW(with("a", "aaaa", 2)->encode(text, false));
+  // Decoding undoes them, so shrinking ones multiply there.
+  const auto shrinking = with(hundred, "a", 4);
+  EXPECT_NE(error_of([&] { shrinking->decode(Ids{3}, false); }).find("longer than"), std::string::npos);
+  // One that deletes can not be undone; without care, looking for "" never ends.
+  const auto deleting = with("b", "", 1);
+  EXPECT_EQ(deleting->encode("bab", false), Ids{3});
+  EXPECT_EQ(deleting->decode(Ids{3}, false), "a");
 }
 
 TEST(TokenizerJson, DamagedFilesAreErrorsNotCrashes) {
