@@ -23,7 +23,8 @@ __device__ __forceinline__ void barrier_init_fence() {
 #endif
 }
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+               : "memory");
 }
 // Waits until the phase with this parity (0, 1, 0, ...) is complete.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
@@ -56,11 +57,13 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 // One thread: n_bytes (a multiple of 16) from global memory; the barrier's phase waits for one arrival and the bytes.
-__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier, uint64_t policy) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier,
+                                          uint64_t policy) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes)
+               : "memory");
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(to)),
       "l"(from), "r"(n_bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
@@ -72,7 +75,8 @@ __device__ __forceinline__ void partial_block_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
-// Programmatic dependent launch in two parts (device.cuh has both in one): let the next kernel start, and wait for the last.
+// Programmatic dependent launch in two parts (device.cuh has both in one): let the next kernel start, and wait for the
+// last.
 __device__ __forceinline__ void grid_launch_dependents() {
 #if BERYL_BULK_COPY
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

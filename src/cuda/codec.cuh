@@ -3,16 +3,17 @@
 // A codec has
 //   Loaded                      a lane's share of a tile in registers, codes and meta data
 //   load(...)                   shared memory to Loaded
-//   Product<kTiles>             one tile times x in steps of 32 columns, so that two tiles can go side by side: start, step 0..3
-//                               (kSteps), and finish: acc[n][0 and 1] += rows lane / 4 and lane / 4 + 8 of the tile times
-//                               row 4 n + lane % 4 of x
-//   kX, kXScale, kNeedsSums     in which form it wants x (below), what the scales of x are multiplied by, and whether it has mins
+//   Product<kTiles>             one tile times x, in steps: start,
+//                               step 0..3 (kSteps), and finish: acc[n][0 and 1] += rows lane / 4 and lane / 4 + 8 of
+//                               the tile times row 4 n + lane % 4 of x
+//   kX, kXScale, kNeedsSums     in which form it wants x (below), what the scales of x are multiplied by, and whether
+//                               it has mins
 //
-// x as integers (kInt16): for each row and group of 128 columns a scale, and 16-bit integers in two int8 digits that are two
-// columns of the tensor core's b: 256 · high + low. Sums over a group are exact integers, so their order does not matter; what has
-// an order is the float sum over groups, the columns of a warp from left to right.
-// x as floats (kF16, kBf16): two digits as well, high + low: 22 bits for f16 (scaled by a power of two; low counts 2^-11),
-// 16 for bf16 (not scaled). Products with the weights are exact in f32.
+// x as integers (kInt16): for each row and group of 128 columns a scale, and 16-bit integers in two int8 digits that
+// are two columns of the tensor core's b: 256 · high + low. Sums over a group are exact integers, so their order does
+// not matter; what has an order is the float sum over groups, the columns of a warp from left to right. x as floats
+// (kF16, kBf16): two digits as well, high + low: 22 bits for f16 (scaled by a power of two; low counts 2^-11), 16 for
+// bf16 (not scaled). Products with the weights are exact in f32.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,8 @@ struct E2m1Tables {
   uint32_t minus_one;
 };
 
-// What a lane reads of x, as offsets into shared memory: its row's digits, and scales and sums of the rows of its columns of d.
+// What a lane reads of x, as offsets into shared memory: its row's digits, and scales and sums of the rows of its
+// columns of d.
 template <int kTiles>
 struct LaneX {
   int codes[kTiles];                // + group · code_stride (+ 128 a piece of 16 bytes)
@@ -51,7 +53,8 @@ struct IntegerX {
 };
 
 template <int kTiles>
-__device__ __forceinline__ void load_x(const unsigned char* shared, const LaneX<kTiles>& x, int group, IntegerX<kTiles>& out) {
+__device__ __forceinline__ void load_x(const unsigned char* shared, const LaneX<kTiles>& x, int group,
+                                       IntegerX<kTiles>& out) {
   out.tables = x.tables;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -89,13 +92,15 @@ __device__ __forceinline__ float byte_at(uint32_t word, int index) {
   return __uint_as_float(byte_permute(word, 0x4b000000u, 0x7650u + index)) - 8388608.0f;
 }
 
-// The products of formats with several scales a tile: sums of scale · (exact sum of a group), times the scale of x at the end.
+// The products of formats with several scales a tile: sums of scale · (exact sum of a group), times the scale of x at
+// the end.
 template <int kTiles>
 struct FloatSums {
   IntegerX<kTiles> x;
   float sum[kTiles][2];
   template <class Loaded>
-  __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x, int group) {
+  __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
+                                        int group) {
     load_x(shared, lane_x, group, x);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) sum[n][0] = sum[n][1] = 0.0f;
@@ -114,16 +119,18 @@ struct FloatSums {
   }
 };
 
-// ---- E2M1 ------------------------------------------------------------------------------------------------------------------
-// A nibble of the selector of prmt takes one of 8 bytes, or, with its upper bit set, 8 copies of that byte's sign. So a word of
-// codes s·mmm is its own selector: from a table without negative bytes negative codes give 0; from a table of negative bytes,
-// with the inverted word as selector (so the table stands backwards), positive codes give -1, or 0 for magnitude 0. The first
-// table holds m + 1, the second -m, and their sum, which the tensor core forms, is the doubled value.
+// ---- E2M1
+// ------------------------------------------------------------------------------------------------------------------ A
+// nibble of the selector of prmt takes one of 8 bytes, or, with its upper bit set, 8 copies of that byte's sign. So a
+// word of codes s·mmm is its own selector: from a table without negative bytes negative codes give 0; from a table of
+// negative bytes, with the inverted word as selector (so the table stands backwards), positive codes give -1, or 0 for
+// magnitude 0. The first table holds m + 1, the second -m, and their sum, which the tensor core forms, is the doubled
+// value.
 constexpr uint32_t kPositiveLow = 0x04030200u, kPositiveHigh = 0x0d090705u;   // 0, 2, 3, 4, 5, 7, 9, 13
 constexpr uint32_t kNegativeLow = 0xfcfaf8f4u, kNegativeHigh = 0x00fffefdu;   // -12, -8, -6, -4, -3, -2, -1, 0
 
-// prmt fills the pipe of logic and shifts, so these two run on that of the multiplications: the upper half of a word (in the
-// lower half of the result), and ~word = word · -1 - 1.
+// prmt fills the pipe of logic and shifts, so these two run on that of the multiplications: the upper half of a word
+// (in the lower half of the result), and ~word = word · -1 - 1.
 __device__ __forceinline__ uint32_t upper_half(uint32_t word) {
   return static_cast<uint32_t>(__dp2a_lo(static_cast<int>(word), 0x0100, 0));
 }
@@ -162,7 +169,8 @@ struct Fp4G128 {
     E2m1Codes codes;
     uint32_t scales;                // bf16 of rows lane / 4 and lane / 4 + 8
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta,
+                                              int lane) {
     tile.codes.load(codes, lane);
     tile.scales = reinterpret_cast<const uint32_t*>(meta)[lane / 4];
   }
@@ -171,7 +179,8 @@ struct Fp4G128 {
   struct Product {
     IntegerX<kTiles> x;
     int d[kTiles][4];
-    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x, int group) {
+    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
+                                          int group) {
       load_x(shared, lane_x, group, x);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) clear(d[n]);
@@ -203,7 +212,8 @@ struct Mxfp4 {
     E2m1Codes codes;
     uint32_t exponents[2];
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta,
+                                              int lane) {
     tile.codes.load(codes, lane);
     tile.exponents[0] = reinterpret_cast<const uint32_t*>(meta)[lane / 4];
     tile.exponents[1] = reinterpret_cast<const uint32_t*>(meta)[lane / 4 + 8];
@@ -239,7 +249,8 @@ struct Nvfp4 {
     E2m1Codes codes;
     uint2 scales[2];                // 8 UE4M3 a row
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta,
+                                              int lane) {
     tile.codes.load(codes, lane);
     tile.scales[0] = reinterpret_cast<const uint2*>(meta)[lane / 4];
     tile.scales[1] = reinterpret_cast<const uint2*>(meta)[lane / 4 + 8];
@@ -270,10 +281,11 @@ struct Nvfp4 {
   };
 };
 
-// ---- Integers of 4, 5, 6 and 8 bits -----------------------------------------------------------------------------------------
-// The code stands in the upper bits of each int8, so that one mask takes it out of a word of nibbles (after a shift by 4 for the
-// even k-steps); what lies below it, the lowest 1 or 2 bits, comes from a plane of its own. The factor 2^(8 - bits) goes into the
-// scales of x.
+// ---- Integers of 4, 5, 6 and 8 bits
+// ----------------------------------------------------------------------------------------- The code stands in the
+// upper bits of each int8, so that one mask takes it out of a word of nibbles (after a shift by 4 for the even
+// k-steps); what lies below it, the lowest 1 or 2 bits, comes from a plane of its own. The factor 2^(8 - bits) goes
+// into the scales of x.
 template <int kBits>
 struct IntegerCodes {
   static constexpr int kFactor = 1 << (8 - kBits);
@@ -321,7 +333,8 @@ struct IntegerCodes<8> {
 };
 
 template <bool kSigned>
-__device__ __forceinline__ void mma_step(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_step(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
   if constexpr (kSigned) mma_s8(d, a0, a1, a2, a3, b0, b1);
   else mma_u8(d, a0, a1, a2, a3, b0, b1);
 }
@@ -337,7 +350,8 @@ struct GroupOf32 {
     uint2 scales[2];                // 4 f16 a row
     uint2 mins[kMins ? 2 : 1];
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta,
+                                              int lane) {
     tile.codes.load(codes, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -357,7 +371,8 @@ struct GroupOf32 {
   static constexpr int kSteps = 4;
   template <int kTiles>
   struct Product : FloatSums<kTiles> {
-    __device__ __forceinline__ void start(const Loaded& tile, const unsigned char* shared, const LaneX<kTiles>& lane_x, int group) {
+    __device__ __forceinline__ void start(const Loaded& tile, const unsigned char* shared, const LaneX<kTiles>& lane_x,
+                                          int group) {
       FloatSums<kTiles>::start(tile, shared, lane_x, group);
       if constexpr (kMins) {
 #pragma unroll
@@ -398,7 +413,8 @@ struct GroupOf32K {
     uint2 groups[2];                // a row: 4 scales, 4 mins
     uint32_t block[2];              // a row: scale, min_scale
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta,
+                                              int lane) {
     tile.codes.load(codes, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -410,7 +426,8 @@ struct GroupOf32K {
   template <int kTiles>
   struct Product : FloatSums<kTiles> {
     float mins[kTiles][2];
-    __device__ __forceinline__ void start(const Loaded& tile, const unsigned char* shared, const LaneX<kTiles>& lane_x, int group) {
+    __device__ __forceinline__ void start(const Loaded& tile, const unsigned char* shared, const LaneX<kTiles>& lane_x,
+                                          int group) {
       FloatSums<kTiles>::start(tile, shared, lane_x, group);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -459,7 +476,8 @@ struct Q6K {
     uint2 groups[2];                // a row: 8 scales
     uint16_t block[2];
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char* meta,
+                                              int lane) {
     tile.codes.load(codes, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -471,13 +489,15 @@ struct Q6K {
     const uint32_t word = group < 4 ? scales.x : scales.y;
     return static_cast<int>(byte_permute(word, 0, 0x8880u + 0x1111u * (group % 4)));   // sign-extended
   }
-  // scale · sum fits: a digit's sum over 16 columns has 19 bits, a scale 8, 8 groups 3 more. So a tile's sum is one exact integer.
+  // scale · sum fits: a digit's sum over 16 columns has 19 bits, a scale 8, 8 groups 3 more. So a tile's sum is one
+  // exact integer.
   static constexpr int kSteps = 4;
   template <int kTiles>
   struct Product {
     IntegerX<kTiles> x;
     int sum[kTiles][4];
-    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x, int group) {
+    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
+                                          int group) {
       load_x(shared, lane_x, group, x);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) clear(sum[n]);
@@ -512,7 +532,8 @@ struct Q6K {
   };
 };
 
-// ---- Floats -----------------------------------------------------------------------------------------------------------------
+// ---- Floats
+// -----------------------------------------------------------------------------------------------------------------
 struct Float8Codes {
   uint4 words[4];                   // [row half][4 k-steps of 16]: a word a k-step, half 0 below
   __device__ __forceinline__ void load(const unsigned char* codes, int lane) {
@@ -538,7 +559,8 @@ __device__ __forceinline__ uint32_t e4m3_to_f16(uint32_t pair) {
 #endif
 }
 
-// Products in floats. x: [q][digit][t] 16 bytes, halves 0 and 1 of k-steps 2 q and 2 q + 1; a group of 128 columns has q = 0..3.
+// Products in floats. x: [q][digit][t] 16 bytes, halves 0 and 1 of k-steps 2 q and 2 q + 1; a group of 128 columns has
+// q = 0..3.
 template <int kTiles>
 struct FloatProduct {
   const unsigned char* from[kTiles];
@@ -569,13 +591,15 @@ struct Fp8 {
   struct Loaded {
     Float8Codes codes;
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char*, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char*,
+                                              int lane) {
     tile.codes.load(codes, lane);
   }
   static constexpr int kSteps = 4;
   template <int kTiles>
   struct Product : FloatProduct<kTiles> {
-    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x, int group) {
+    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
+                                          int group) {
       this->begin(shared, lane_x, group, 0);
     }
     __device__ __forceinline__ void step(const Loaded& tile, int q) {
@@ -585,14 +609,18 @@ struct Fp8 {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int k = 2 * q + i;
-        const uint32_t row0 = word_of(tile.codes.words[k / 4], k % 4), row8 = word_of(tile.codes.words[2 + k / 4], k % 4);
-        const uint32_t a0 = e4m3_to_f16(row0), a1 = e4m3_to_f16(row8), a2 = e4m3_to_f16(row0 >> 16), a3 = e4m3_to_f16(row8 >> 16);
+        const uint32_t row0 = word_of(tile.codes.words[k / 4], k % 4),
+                       row8 = word_of(tile.codes.words[2 + k / 4], k % 4);
+        const uint32_t a0 = e4m3_to_f16(row0), a1 = e4m3_to_f16(row8), a2 = e4m3_to_f16(row0 >> 16),
+                       a3 = e4m3_to_f16(row8 >> 16);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
           mma_16bit<false>(this->d[n], a0, a1, a2, a3, word_of(b[n], 2 * i), word_of(b[n], 2 * i + 1));
       }
     }
-    __device__ __forceinline__ void finish(const Loaded&, float (&acc)[kTiles][2]) const { this->add_to(acc, 0x1p-11f); }
+    __device__ __forceinline__ void finish(const Loaded&, float (&acc)[kTiles][2]) const {
+      this->add_to(acc, 0x1p-11f);
+    }
   };
 };
 
@@ -605,22 +633,26 @@ struct Float16 {
   struct Loaded {
     uint4 words[4];                 // [row half][2 k-steps of 16]: halves 0 and 1 of each
   };
-  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char*, int lane) {
+  __device__ static __forceinline__ void load(Loaded& tile, const unsigned char* codes, const unsigned char*,
+                                              int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) tile.words[i] = reinterpret_cast<const uint4*>(codes)[lane + 32 * i];
   }
   static constexpr int kSteps = 2;
   template <int kTiles>
   struct Product : FloatProduct<kTiles> {
-    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x, int half_group) {
+    __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
+                                          int half_group) {
       this->begin(shared, lane_x, half_group / 2, half_group % 2 * 256);
     }
     __device__ __forceinline__ void step(const Loaded& tile, int q) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const uint4 b = *reinterpret_cast<const uint4*>(this->from[n] + q * 128);
-        mma_16bit<kBf16>(this->d[n], tile.words[q].x, tile.words[2 + q].x, tile.words[q].y, tile.words[2 + q].y, b.x, b.y);
-        mma_16bit<kBf16>(this->d[n], tile.words[q].z, tile.words[2 + q].z, tile.words[q].w, tile.words[2 + q].w, b.z, b.w);
+        mma_16bit<kBf16>(this->d[n], tile.words[q].x, tile.words[2 + q].x, tile.words[q].y, tile.words[2 + q].y, b.x,
+                         b.y);
+        mma_16bit<kBf16>(this->d[n], tile.words[q].z, tile.words[2 + q].z, tile.words[q].w, tile.words[2 + q].w, b.z,
+                         b.w);
       }
     }
     __device__ __forceinline__ void finish(const Loaded&, float (&acc)[kTiles][2]) const {

@@ -44,7 +44,8 @@ MatvecDevice matvec_device() {
   return device;
 }
 
-void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecDevice& device, const LaunchContext& context) {
+void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecDevice& device,
+                   const LaunchContext& context) {
   BERYL_CHECK(args.n_rows >= 1 && args.n_rows <= kMatvecMaxRows, "a matvec takes 1 to 8 rows");
   BERYL_CHECK(!args.add.data || (args.sum && args.sum != args.x.data), "the sum of an AddNorm needs rows of its own");
   const bool gated = args.epilogue == MatvecEpilogue::kGatedGelu || args.epilogue == MatvecEpilogue::kGatedSilu;
@@ -59,7 +60,8 @@ void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecD
   }
   MatvecKernelArgs kernel_args = {};
   kernel_args.op = args;
-  kernel_args.row_scales = plan.scales_offset ? reinterpret_cast<const float*>(args.weights + plan.scales_offset) : nullptr;
+  kernel_args.row_scales =
+      plan.scales_offset ? reinterpret_cast<const float*>(args.weights + plan.scales_offset) : nullptr;
   kernel_args.unit_bytes = plan.unit_bytes;
   kernel_args.outputs = static_cast<int>(plan.outputs());
   kernel_args.cols = static_cast<int>(plan.cols);

@@ -1,8 +1,10 @@
-// y = epilogue(W · norm(x)) for 1 to 8 rows of x: the weight stream of decoding. Reads W once, whatever the number of rows.
+// y = epilogue(W · norm(x)) for 1 to 8 rows of x: the weight stream of decoding. Reads W once, whatever the number of
+// rows.
 //
 // Usage: plan = plan_matvec(source, n_sms); device memory of plan.packed_bytes, aligned to 128 bytes; pack_units /
-// pack_row_scales (matvec_layout.h) from as many threads as you like into staging buffers; then launch_matvec, which only
-// launches one kernel and may be captured. The same x row gives the same bits whatever the other rows and their number.
+// pack_row_scales (matvec_layout.h) from as many threads as you like into staging buffers; then launch_matvec, which
+// only launches one kernel and may be captured. The same x row gives the same bits whatever the other rows and their
+// number.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +40,8 @@ struct MatvecArgs {
   const float* norm_weight;         // [cols], null: 1
   float norm_eps;
 
-  // Optional AddNorm before it: x := (x + add / sqrt(mean(add²) + add_eps) · add_weight) · add_scale, then the norm above.
+  // Optional AddNorm before it: x := (x + add / sqrt(mean(add²) + add_eps) · add_weight) · add_scale, then the norm
+  // above.
   MatvecRows add;                   // [n_rows][cols], data null: none
   const float* add_weight;          // [cols], null: 1
   float add_eps;
@@ -52,7 +55,8 @@ struct MatvecArgs {
   MatvecRows y;                     // [n_rows][outputs], written
 };
 
-void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecDevice& device, const LaunchContext& context);
+void launch_matvec(const MatvecPlan& plan, const MatvecArgs& args, const MatvecDevice& device,
+                   const LaunchContext& context);
 
 // The device's numbers that launch_matvec needs; throws Error(kDevice).
 MatvecDevice matvec_device();

@@ -1,12 +1,13 @@
 // The decode weight stream of Gemma 4 12B as a graph of kernels, and what it is worth: a program of its own.
 //
 //   matvec_bench check            every format and number of rows against double precision; bits that must not change
-//   matvec_bench chain [format]   the chain of one token, whole and by shape, beside pure reads of the same bytes at the same place
-//   matvec_bench profile          each of the five shapes a few times, for a profiler
+//   matvec_bench chain [format]   the chain of one token, whole and by shape, beside pure reads of the same bytes at
+//   the same place matvec_bench profile          each of the five shapes a few times, for a profiler
 //
-// The chain: 48 layers of qkv, o, gate|up, down, each depending on the one before, with all norms, then the FP8 head. For one row
-// the residual sums are in it too (AddNorm within the next matvec, "fused"); for more rows they are left out, since there a kernel
-// of their own is faster. Attention is left out: o reads q. Prints a table and one JSON line a measurement.
+// The chain: 48 layers of qkv, o, gate|up, down, each depending on the one before, with all norms, then the FP8 head.
+// For one row the residual sums are in it too (AddNorm within the next matvec, "fused"); for more rows they are left
+// out, since there a kernel of their own is faster. Attention is left out: o reads q. Prints a table and one JSON line
+// a measurement.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -148,7 +149,8 @@ struct Packed {
   MatvecPlan plan;
   std::vector<std::byte> bytes;
 };
-std::unique_ptr<Packed> pack(Format format, std::vector<int64_t> rows, int64_t cols, bool gated, int n_sms, uint64_t seed) {
+std::unique_ptr<Packed> pack(Format format, std::vector<int64_t> rows, int64_t cols, bool gated, int n_sms,
+                             uint64_t seed) {
   auto packed = std::make_unique<Packed>();
   for (size_t i = 0; i < rows.size(); ++i) packed->parts.push_back(random_matrix(format, rows[i], cols, seed * 16 + i));
   for (const HostMatrix& part : packed->parts) packed->source.parts.push_back(&part);
@@ -189,8 +191,8 @@ void reference_x(const Inputs& in, int row, int64_t cols, std::vector<double>& s
     for (int64_t c = 0; c < cols; ++c) h[c] = sum[c] * f * in.norm_weight[c];
   }
 }
-std::vector<double> reference(const Packed& m, const std::vector<double>& h, MatvecEpilogue epilogue, const float* other,
-                              float softcap, int64_t row_stride = 1) {
+std::vector<double> reference(const Packed& m, const std::vector<double>& h, MatvecEpilogue epilogue,
+                              const float* other, float softcap, int64_t row_stride = 1) {
   const int64_t rows = m.plan.rows, outputs = m.plan.outputs();
   std::vector<double> z(static_cast<size_t>(rows), NAN), y(static_cast<size_t>(outputs), NAN);
   parallel(static_cast<int>((rows + row_stride - 1) / row_stride), [&](int i) {
@@ -297,13 +299,14 @@ void check_case(const CheckCase& c, const MatvecDevice& device, const LaunchCont
   std::vector<double> new_x, h;
   for (const int row : {0, 5}) {
     reference_x(in, row, cols, new_x, h);
-    const Comparison r = compare(all.data() + row * outputs, reference(*m, h, c.epilogue, other.data() + row * outputs, 3));
+    const Comparison r =
+        compare(all.data() + row * outputs, reference(*m, h, c.epilogue, other.data() + row * outputs, 3));
     worst.relative = std::max(worst.relative, r.relative), worst.worst = std::max(worst.worst, r.worst);
     worst.complete = worst.complete && r.complete;
     if (c.add) expect(compare(sums.data() + row * cols, new_x).relative < 1e-6, "the sum of AddNorm");
   }
   bool same = true;
-  MatvecDevice narrow = device;       // so little shared memory that x is prepared in chunks, or rows launched in halves
+  MatvecDevice narrow = device;  // so little shared memory that x is prepared in chunks, or rows launched in halves
   narrow.shared_per_sm = narrow.shared_per_block = 99 * 1024;
   for (int row = 0; row < 8; ++row) {
     const std::vector<float> one = run(row, 1, device);
@@ -314,28 +317,40 @@ void check_case(const CheckCase& c, const MatvecDevice& device, const LaunchCont
   same = same && std::memcmp(run(0, 8, narrow).data(), all.data(), sizeof(float) * outputs * 8) == 0;
   same = same && std::memcmp(run(0, 8, device).data(), all.data(), sizeof(float) * outputs * 8) == 0;
   const std::string name(info(c.format).name);
-  // Integers: a step of x is 2^-15 of its group's largest value, here up to 30 times the usual one; the error of a sum over columns
-  // is that of one of them. Pairs of bf16 have 16 bits, pairs of f16 22.
-  const double bound = c.format == Format::kBf16 ? 1e-5 : c.format == Format::kFp8 || c.format == Format::kF16 ? 1e-6 : 4e-4;
+  // Integers: a step of x is 2^-15 of its group's largest value, here up to 30 times the usual one; the error of a sum
+  // over columns is that of one of them. Pairs of bf16 have 16 bits, pairs of f16 22.
+  const double bound = c.format == Format::kBf16                              ? 1e-5
+                       : c.format == Format::kFp8 || c.format == Format::kF16 ? 1e-6
+                                                                              : 4e-4;
   expect(worst.complete, name + ": every output is a number");
   expect(worst.relative < bound, name + ": error");
   expect(same, name + ": the same bits for any number of rows and chunks");
-  std::printf("%-9s %6ld x %5ld epilogue %d norm %d add %d  k_warps %2d row_warps %d: relative error %.1e, worst %.1e of rms, bits %s\n",
-              name.c_str(), m->plan.rows, cols, static_cast<int>(c.epilogue), c.norm, c.add, m->plan.k_warps, m->plan.row_warps,
-              worst.relative, worst.worst, same ? "equal" : "DIFFER");
+  std::printf(
+      "%-9s %6ld x %5ld epilogue %d norm %d add %d  k_warps %2d row_warps %d: relative error %.1e, worst %.1e of rms, "
+      "bits %s\n",
+      name.c_str(), m->plan.rows, cols, static_cast<int>(c.epilogue), c.norm, c.add, m->plan.k_warps, m->plan.row_warps,
+      worst.relative, worst.worst, same ? "equal" : "DIFFER");
 }
 
 void check_all(const MatvecDevice& device, const LaunchContext& context) {
   using E = MatvecEpilogue;
-  const Format formats[] = {Format::kFp4G128, Format::kMxfp4, Format::kNvfp4, Format::kQ4_0, Format::kQ4_1, Format::kQ5_0,
-                            Format::kQ5_1,    Format::kQ8_0,  Format::kQ4_K,  Format::kQ5_K, Format::kQ6_K, Format::kFp8,
-                            Format::kF16,     Format::kBf16};
+  const Format formats[] = {Format::kFp4G128, Format::kMxfp4, Format::kNvfp4, Format::kQ4_0, Format::kQ4_1,
+                            Format::kQ5_0,    Format::kQ5_1,  Format::kQ8_0,  Format::kQ4_K, Format::kQ5_K,
+                            Format::kQ6_K,    Format::kFp8,   Format::kF16,   Format::kBf16};
   uint64_t seed = 1;
   for (const Format f : formats) {
     const bool k = f == Format::kQ4_K || f == Format::kQ5_K || f == Format::kQ6_K;
     check_case({f, {512, 256, 256}, 3840, E::kStore, true, false}, device, context, seed += 100);
     check_case({f, {1000, 1000}, k ? 2560 : 2560, E::kGatedGelu, true, true}, device, context, seed += 100);
-    check_case({f, {777}, k ? 1024 : f == Format::kFp4G128 ? 896 : f == Format::kNvfp4 ? 576 : 608, E::kSoftcap, false, false},
+    check_case({f,
+                {777},
+                k                       ? 1024
+                : f == Format::kFp4G128 ? 896
+                : f == Format::kNvfp4   ? 576
+                                        : 608,
+                E::kSoftcap,
+                false,
+                false},
                device, context, seed += 100);
     check_case({f, {320}, 15360, E::kGeluTimesOther, false, false}, device, context, seed += 100);
   }
@@ -430,7 +445,9 @@ class Chain {
     a.n_rows = n_rows;
     a.norm_eps = a.add_eps = 1e-6f;
     a.add_scale = 1;
-    a.epilogue = s == kGateUp ? MatvecEpilogue::kGatedGelu : s == kHead ? MatvecEpilogue::kSoftcap : MatvecEpilogue::kStore;
+    a.epilogue = s == kGateUp ? MatvecEpilogue::kGatedGelu
+                 : s == kHead ? MatvecEpilogue::kSoftcap
+                              : MatvecEpilogue::kStore;
     a.softcap = 30;
     if (s == kQkv || s == kGateUp || s == kHead) {
       const float* from = s == kGateUp ? hidden_[0]->data() : l == 0 && s == kQkv ? x0_->data() : hidden_[1]->data();
@@ -477,7 +494,8 @@ class Chain {
     read_one(0, kHead, early, context);
   }
 
-  // Runs layer by layer and compares some layers' every output with double precision, on the x that the kernel really had.
+  // Runs layer by layer and compares some layers' every output with double precision, on the x that the kernel really
+  // had.
   void verify(int n_rows, const LaunchContext& context) const {
     double worst[kShapes] = {};
     const std::vector<float> norm[4] = {norms_[0]->host(), norms_[1]->host(), norms_[2]->host(), norms_[3]->host()};
@@ -490,7 +508,8 @@ class Chain {
         auto fetch = [&](const MatvecRows& rows, int64_t n) {
           std::vector<float> out(static_cast<size_t>(n_rows * n));
           for (int r = 0; r < n_rows; ++r)
-            check(cudaMemcpy(out.data() + r * n, static_cast<const float*>(rows.data) + r * rows.stride, 4 * n, cudaMemcpyDeviceToHost),
+            check(cudaMemcpy(out.data() + r * n, static_cast<const float*>(rows.data) + r * rows.stride, 4 * n,
+                             cudaMemcpyDeviceToHost),
                   "bench copy");
           return out;
         };
@@ -507,7 +526,8 @@ class Chain {
         const int row = n_rows - 1;
         std::vector<double> sum, h;
         reference_x(in, row, cols, sum, h);
-        const Comparison c = compare(y.data() + row * outputs, reference(at(l, s), h, a.epilogue, nullptr, a.softcap, s == kHead ? 61 : 1));
+        const Comparison c = compare(y.data() + row * outputs,
+                                     reference(at(l, s), h, a.epilogue, nullptr, a.softcap, s == kHead ? 61 : 1));
         expect(c.complete && c.relative < 2e-4, std::string("chain, ") + kShapeNames[s]);
         worst[s] = std::max(worst[s], c.relative);
       }
@@ -572,24 +592,31 @@ double time_graph(cudaStream_t stream, const std::function<void()>& capture) {
 void bench_format(Format format, bool details, const MatvecDevice& device, const LaunchContext& context) {
   Chain chain(format, device);
   const std::string name(info(format).name);
-  const double layer_gb = static_cast<double>(chain.layer_bytes()) / 1e9, head_gb = static_cast<double>(chain.head_bytes()) / 1e9;
+  const double layer_gb = static_cast<double>(chain.layer_bytes()) / 1e9,
+               head_gb = static_cast<double>(chain.head_bytes()) / 1e9;
   for (const bool fused : {true, false}) {
     chain.fused = fused;
     for (const int n_rows : {1, 4}) chain.verify(n_rows, context);
     const uint64_t bits = chain.digest(1, context);
-    expect(bits == chain.digest(1, context) && bits == chain.digest(3, context), "row 0 of a token has the same bits again and in a batch");
+    expect(bits == chain.digest(1, context) && bits == chain.digest(3, context),
+           "row 0 of a token has the same bits again and in a batch");
   }
   const double read = time_graph(context.stream, [&] { chain.read_token(true, context); });
   const double serial = time_graph(context.stream, [&] { chain.read_token(false, context); });
-  std::printf("%s: layers %.3f GB, head %.3f GB; pure reads, overlapping: %.3f ms (%.2f TB/s), one after the other: %.3f ms\n", name.c_str(),
-              layer_gb, head_gb, read, (layer_gb + head_gb) / read, serial);
+  std::printf(
+      "%s: layers %.3f GB, head %.3f GB; pure reads, overlapping: %.3f ms (%.2f TB/s), one after the other: %.3f ms\n",
+      name.c_str(), layer_gb, head_gb, read, (layer_gb + head_gb) / read, serial);
   for (const int n_rows : {1, 1, 2, 4, 8}) {
     chain.fused = n_rows == 1 && !chain.fused;    // one row both ways
     const double ms = time_graph(context.stream, [&] { chain.token(n_rows, context); });
-    std::printf("%s: token, %d rows%s: %.3f ms, %.0f tokens/s, %.2f TB/s, %.1f %% of pure reads (%.1f %% of serial ones)\n", name.c_str(),
-                n_rows, chain.fused ? ", sums fused" : "", ms, 1000 * n_rows / ms, (layer_gb + head_gb) / ms, 100 * read / ms, 100 * serial / ms);
-    std::printf("{\"bench\":\"matvec_chain\",\"format\":\"%s\",\"rows\":%d,\"fused\":%s,\"ms\":%.4f,\"gb\":%.4f,\"pure_read_ms\":%.4f,\"serial_read_ms\":%.4f}\n",
-                name.c_str(), n_rows, chain.fused ? "true" : "false", ms, layer_gb + head_gb, read, serial);
+    std::printf(
+        "%s: token, %d rows%s: %.3f ms, %.0f tokens/s, %.2f TB/s, %.1f %% of pure reads (%.1f %% of serial ones)\n",
+        name.c_str(), n_rows, chain.fused ? ", sums fused" : "", ms, 1000 * n_rows / ms, (layer_gb + head_gb) / ms,
+        100 * read / ms, 100 * serial / ms);
+    std::printf(
+        "{\"bench\":\"matvec_chain\",\"format\":\"%s\",\"rows\":%d,\"fused\":%s,\"ms\":%.4f,\"gb\":%.4f,\"pure_read_"
+        "ms\":%.4f,\"serial_read_ms\":%.4f}\n",
+        name.c_str(), n_rows, chain.fused ? "true" : "false", ms, layer_gb + head_gb, read, serial);
     if (!details && n_rows >= 4) break;
   }
   if (!details) return;
@@ -607,10 +634,13 @@ void bench_format(Format format, bool details, const MatvecDevice& device, const
       const double early = each([&](int l) { chain.read_one(l, s, true, context); });
       const double late = each([&](int l) { chain.read_one(l, s, false, context); });
       const double mb = static_cast<double>(chain.bytes(0, s)) / 1e6;
-      std::printf("%-8s %d rows: %7.2f us, %.2f TB/s; pure read %7.2f us overlapping (%.1f %%), %7.2f us serial (%.1f %%)\n", kShapeNames[s],
-                  n_rows, us, mb / us, early, 100 * early / us, late, 100 * late / us);
-      std::printf("{\"bench\":\"matvec\",\"format\":\"%s\",\"shape\":\"%s\",\"rows\":%d,\"us\":%.3f,\"mb\":%.3f,\"pure_read_us\":%.3f,\"serial_read_us\":%.3f}\n",
-                  name.c_str(), kShapeNames[s], n_rows, us, mb, early, late);
+      std::printf(
+          "%-8s %d rows: %7.2f us, %.2f TB/s; pure read %7.2f us overlapping (%.1f %%), %7.2f us serial (%.1f %%)\n",
+          kShapeNames[s], n_rows, us, mb / us, early, 100 * early / us, late, 100 * late / us);
+      std::printf(
+          "{\"bench\":\"matvec\",\"format\":\"%s\",\"shape\":\"%s\",\"rows\":%d,\"us\":%.3f,\"mb\":%.3f,\"pure_read_"
+          "us\":%.3f,\"serial_read_us\":%.3f}\n",
+          name.c_str(), kShapeNames[s], n_rows, us, mb, early, late);
     }
   }
 }
@@ -632,8 +662,8 @@ int main(int argc, char** argv) {
     const MatvecDevice device = matvec_device();
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, 0), "device");
-    std::printf("%s, %d multiprocessors, shared memory %d a block, %d a multiprocessor\n", properties.name, device.n_sms,
-                device.shared_per_block, device.shared_per_sm);
+    std::printf("%s, %d multiprocessors, shared memory %d a block, %d a multiprocessor\n", properties.name,
+                device.n_sms, device.shared_per_block, device.shared_per_sm);
     const Stream stream = make_stream();
     const LaunchContext context{stream.get(), properties.major >= 9};
     if (mode == "check") check_all(device, context);

@@ -1,15 +1,17 @@
 // y = epilogue(W · norm(x)) for few rows of x, one block a multiprocessor: 11 warps that multiply and one that copies.
 //
-//   weights   units of stages of tiles (matvec_layout.h): the block's units are one stream, read once, copied stage by stage into
-//             a ring in shared memory. The ring is filled before the wait for the previous kernel, because weights depend on
-//             nothing. Blocks take half a multiprocessor's shared memory where that is enough, and let the next kernel start at
-//             once: so its ring fills while this one computes, and memory does not idle between kernels.
+//   weights   units of stages of tiles (matvec_layout.h): the block's units are one stream, read once, copied stage by
+//             stage into a ring in shared memory. The ring is filled before the wait for the previous kernel, because
+//             weights depend on nothing. Blocks take half a multiprocessor's shared memory where that is enough, and
+//             let the next kernel start at once: so its ring fills while this one computes, and memory does not idle
+//             between kernels.
 //   x         [n_rows][cols] f32 or bf16: normed and cut into digits (codec.cuh) once a block, kept in shared memory
 //   y         [n_rows][outputs] f32 or bf16
 //
-// Warp (k, r) multiplies the column tiles k, k + k_warps, ... of its row tile r of each unit. Its sums of a unit go to shared memory
-// as partial sums; after a batch of units the block adds those of the k_warps warps, in order, and stores y. So every sum has one
-// order, whatever the number of rows, the chunks of x and the speed of warps, and there are no atomics.
+// Warp (k, r) multiplies the column tiles k, k + k_warps, ... of its row tile r of each unit. Its sums of a unit go to
+// shared memory as partial sums; after a batch of units the block adds those of the k_warps warps, in order, and stores
+// y. So every sum has one order, whatever the number of rows, the chunks of x and the speed of warps, and there are no
+// atomics.
 //
 // Moves the packed bytes of W. x and y stay in the L2.
 #pragma once
@@ -63,7 +65,8 @@ static_assert(sizeof(MatvecShared) <= 2560);
 // Activations come from other multiprocessors: past the L1, which is not coherent.
 __device__ __forceinline__ float4 load_row4(const MatvecRows& rows, int row, int col) {
   if (rows.is_bf16) {
-    const uint2 bits = __ldcg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(rows.data) + row * rows.stride + col));
+    const uint2 bits =
+        __ldcg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(rows.data) + row * rows.stride + col));
     return make_float4(bf16_at(bits.x, 0), bf16_at(bits.x, 1), bf16_at(bits.y, 0), bf16_at(bits.y, 1));
   }
   return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(rows.data) + row * rows.stride + col));
@@ -112,7 +115,8 @@ __device__ __forceinline__ RowFactors row_factors(const MatvecArgs& op, float4 s
   float squares = sums.w;
   if (op.add.data) {
     factors.add = rsqrtf(__fmaf_rn(sums.x, inverse_cols, op.add_eps));
-    squares = __fmaf_rn(__fmul_rn(factors.add, factors.add), sums.z, __fmaf_rn(__fmul_rn(2.0f, factors.add), sums.y, sums.w));
+    squares =
+        __fmaf_rn(__fmul_rn(factors.add, factors.add), sums.z, __fmaf_rn(__fmul_rn(2.0f, factors.add), sums.y, sums.w));
     squares = __fmul_rn(fmaxf(squares, 0.0f), __fmul_rn(op.add_scale, op.add_scale));
   }
   if (op.has_norm) factors.norm = rsqrtf(__fmaf_rn(squares, inverse_cols, op.norm_eps));
@@ -136,7 +140,8 @@ __device__ __forceinline__ float quick_gelu_tanh(float z) {
 }
 __device__ __forceinline__ float quick_silu(float z) { return __fdividef(z, 1.0f + __expf(-z)); }
 
-// A warp writes a group of 128 columns of one row in the digits that the codec wants; a lane has 4 neighbouring columns.
+// A warp writes a group of 128 columns of one row in the digits that the codec wants; a lane has 4 neighbouring
+// columns.
 template <class Codec>
 __device__ __forceinline__ void write_group(float4 v, int lane, unsigned char* codes, float* scale, float* sums) {
   // As bits, so that a NaN anywhere is the largest and makes every result a NaN.
@@ -147,13 +152,16 @@ __device__ __forceinline__ void write_group(float4 v, int lane, unsigned char* c
     constexpr float kRounder = 12582912.0f;     // 1.5 · 2^23: adding it leaves the rounded integer in the low bits
     const float range = __uint_as_float(bits);
     const float inverse = range > 0x1p-110f ? __fmul_rn(kLargest, approximate_reciprocal(range)) : 0.0f;
-    const uint32_t q0 = __float_as_uint(__fmaf_rn(v.x, inverse, kRounder)), q1 = __float_as_uint(__fmaf_rn(v.y, inverse, kRounder));
-    const uint32_t q2 = __float_as_uint(__fmaf_rn(v.z, inverse, kRounder)), q3 = __float_as_uint(__fmaf_rn(v.w, inverse, kRounder));
+    const uint32_t q0 = __float_as_uint(__fmaf_rn(v.x, inverse, kRounder)),
+                   q1 = __float_as_uint(__fmaf_rn(v.y, inverse, kRounder));
+    const uint32_t q2 = __float_as_uint(__fmaf_rn(v.z, inverse, kRounder)),
+                   q3 = __float_as_uint(__fmaf_rn(v.w, inverse, kRounder));
     const int word = lane / 4, t = lane % 4;    // word = 2 · k-step + half
     unsigned char* to = codes + word / 4 * 128 + t * 16 + word % 4 * 4;
     *reinterpret_cast<uint32_t*>(to) =
         byte_permute(byte_permute(q0 + 128, q1 + 128, 0x0051), byte_permute(q2 + 128, q3 + 128, 0x0051), 0x5410);
-    *reinterpret_cast<uint32_t*>(to + 64) = byte_permute(byte_permute(q0, q1, 0x0040), byte_permute(q2, q3, 0x0040), 0x5410);
+    *reinterpret_cast<uint32_t*>(to + 64) =
+        byte_permute(byte_permute(q0, q1, 0x0040), byte_permute(q2, q3, 0x0040), 0x5410);
     if constexpr (Codec::kNeedsSums) {
       int sum = static_cast<int>(q0 + q1 + q2 + q3 - 4u * 0x4b400000u);
 #pragma unroll
@@ -169,7 +177,8 @@ __device__ __forceinline__ void write_group(float4 v, int lane, unsigned char* c
       inverse = exponent < 0x7f000000u ? __uint_as_float(0x7f000000u - exponent) : 0x1p-127f;
       if (exponent == 0x7f800000u) group_scale = __uint_as_float(0x7fc00000u);
     }
-    const float values[4] = {__fmul_rn(v.x, inverse), __fmul_rn(v.y, inverse), __fmul_rn(v.z, inverse), __fmul_rn(v.w, inverse)};
+    const float values[4] = {__fmul_rn(v.x, inverse), __fmul_rn(v.y, inverse), __fmul_rn(v.z, inverse),
+                             __fmul_rn(v.w, inverse)};
     const int step = lane / 4, half = lane / 2 % 2, t = lane % 2 * 2;
     unsigned char* to = codes + step / 2 * 128 + t * 16 + (step % 2 * 2 + half) * 4;
 #pragma unroll
@@ -201,7 +210,8 @@ class Matvec {
   static constexpr int kTilesAGroup = 128 / kTile.columns;
   static constexpr int kGroupBytes = Codec::kX == XForm::kInt16 ? 256 : 512;   // digits of one row and group
   static constexpr bool kHasSums = Codec::kX == XForm::kInt16;
-  static constexpr int kKept = 3;   // groups a warp whose values stay in registers between the sums of a norm and the digits
+  static constexpr int kKept =
+      3;  // groups a warp whose values stay in registers between the sums of a norm and the digits
 
   __device__ __forceinline__ Matvec(const MatvecKernelArgs& args, unsigned char* shared_memory)
       : a(args), op(args.op), shared(shared_memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
@@ -250,14 +260,14 @@ class Matvec {
         }
         if (!BERYL_BULK_COPY || has_tile) {
           // Column tiles of x count from the first of its first group.
-          const int first_tile = stage_begin * a.k_warps * kTile.slices % kTilesAGroup + k_of_warp;
+          const int first_tile = stage_begin * a.k_warps % kTilesAGroup + k_of_warp;
           float* mine = partials + warp * op.n_rows * kTileRows;
           const LaneX<kTiles> lane_x = make_lane_x();      // here, so that it takes no registers while x is prepared
           for (int u = 0; u < in_batch; ++u, mine += a.k_warps * a.row_warps * op.n_rows * kTileRows) {
             float acc[kTiles][2];
             start_partials(mine, chunk > 0, acc);
             int tile = first_tile;
-            for (int stage = stage_begin; stage < stage_end; ++stage, ++index, tile += a.k_warps * kTile.slices)
+            for (int stage = stage_begin; stage < stage_end; ++stage, ++index, tile += a.k_warps)
               consume(lane_x, index, tile, acc);
             store_partials(mine, acc);
           }
@@ -299,7 +309,8 @@ class Matvec {
   __device__ __forceinline__ void copy_together(int index, int to_slot) {
     const unsigned char* from = stage_from(index);
     unsigned char* to = shared + to_slot * a.stage_bytes;
-    for (int i = threadIdx.x * 16; i < a.stage_bytes; i += kMatvecConsumers * 16) copy16_async(shared_address(to + i), from + i, 16);
+    for (int i = threadIdx.x * 16; i < a.stage_bytes; i += kMatvecConsumers * 16)
+      copy16_async(shared_address(to + i), from + i, 16);
     barrier_arrive_after_copies(&small->full[to_slot]);
   }
   __device__ __forceinline__ void next_slot() {
@@ -317,40 +328,20 @@ class Matvec {
     next_slot();
   }
 
-  // Stage `index`: this warp's tiles times column tiles `x_tile`, `x_tile + k_warps` of x.
+  // Stage `index`: this warp's tile times column tile `x_tile` of x.
   __device__ __forceinline__ void consume(const LaneX<kTiles>& lane_x, int index, int x_tile, float (&acc)[kTiles][2]) {
     const unsigned char* codes = shared + slot * a.stage_bytes;
     const int own = has_tile ? warp : 0;
-    int slice = a.k_warps * a.row_warps;
-    const unsigned char* own_codes = codes + own * kTile.code_bytes;
-    const unsigned char* own_meta = codes + a.tiles_bytes + own * kTile.meta_bytes;
     barrier_wait(&small->full[slot], parity);
-    // Two tiles are in registers at a time. More of them, or products side by side, would need more registers than there are; other
-    // warps fill the gaps.
-    constexpr int kSlices = kTile.slices;
-    typename Codec::Loaded tile[2];
-    auto load = [&](int s) {
-      Codec::load(tile[s % 2], own_codes + s * slice * kTile.code_bytes, own_meta + s * slice * kTile.meta_bytes, lane);
-      if (s == kSlices - 1) release(index);
-    };
-    load(0);
-    if constexpr (kSlices > 1) load(1);
+    typename Codec::Loaded tile;
+    Codec::load(tile, codes + own * kTile.code_bytes, codes + a.tiles_bytes + own * kTile.meta_bytes, lane);
+    release(index);
+    typename Codec::template Product<kTiles> product;
+    product.start(tile, shared, lane_x, x_tile);
 #pragma unroll
-    for (int s = 0; s < kSlices; ++s) {
-      typename Codec::template Product<kTiles> product;
-      product.start(tile[s % 2], shared, lane_x, x_tile + s * a.k_warps);
-#pragma unroll
-      for (int i = 0; i < Codec::kSteps; ++i) product.step(tile[s % 2], i);
-      product.finish(tile[s % 2], acc);
-      if (s + 1 < kSlices) {
-        order_after(acc[0][0], x_tile);
-        order_after(acc[0][0], slice);
-        if (s + 2 < kSlices) load(s + 2);
-      }
-    }
+    for (int i = 0; i < Codec::kSteps; ++i) product.step(tile, i);
+    product.finish(tile, acc);
   }
-  // The compiler takes `later` to be made from `first`.
-  __device__ __forceinline__ static void order_after(float first, int& later) { asm volatile("" : "+r"(later) : "f"(first)); }
 
   // ---- partial sums and y ----
   __device__ __forceinline__ void start_partials(const float* mine, bool resume, float (&acc)[kTiles][2]) {
@@ -376,7 +367,8 @@ class Matvec {
     const int stride = a.row_warps * op.n_rows * kTileRows;
     float sums[4] = {};
 #pragma unroll
-    for (int k = 0; k < kMatvecWarps; ++k) sums[k % 4] = __fadd_rn(sums[k % 4], k < a.k_warps ? from[k * stride] : 0.0f);
+    for (int k = 0; k < kMatvecWarps; ++k)
+      sums[k % 4] = __fadd_rn(sums[k % 4], k < a.k_warps ? from[k * stride] : 0.0f);
     return __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
   }
   // Units [unit, unit + count) of the block: sums of the warps, row scales, epilogue.
@@ -434,7 +426,8 @@ class Matvec {
   __device__ __forceinline__ void write(int group, int row, float4 v) {
     const int index = group * op.n_rows + row;
     float* sums = reinterpret_cast<float*>(shared + scales_at);
-    write_group<Codec>(v, lane, shared + x_at + index * kGroupBytes, sums + max_groups * op.n_rows * 4 + index, sums + index * 4);
+    write_group<Codec>(v, lane, shared + x_at + index * kGroupBytes, sums + max_groups * op.n_rows * 4 + index,
+                       sums + index * 4);
   }
 
   __device__ __forceinline__ void put_sums(int row, float4 sums) {
@@ -459,12 +452,14 @@ class Matvec {
     }
     return row_factors(op, total, a.inverse_cols);
   }
-  // x' of 4 columns times the norm's weight; the norm's factor, one for a row, multiplies the sums at the end (finish). The new x'
-  // is stored by one block, each group by another.
-  __device__ __forceinline__ float4 finish_x(float4 x, float4 t, float4 norm_weight, float add_factor, int row, int group, int col) {
+  // x' of 4 columns times the norm's weight; the norm's factor, one for a row, multiplies the sums at the end (finish).
+  // The new x' is stored by one block, each group by another.
+  __device__ __forceinline__ float4 finish_x(float4 x, float4 t, float4 norm_weight, float add_factor, int row,
+                                             int group, int col) {
     if (op.add.data) {
       x = times(fused(t, add_factor, x), op.add_scale);
-      if (group % gridDim.x == blockIdx.x && col < a.cols) *reinterpret_cast<float4*>(op.sum + row * op.sum_stride + col) = x;
+      if (group % gridDim.x == blockIdx.x && col < a.cols)
+        *reinterpret_cast<float4*>(op.sum + row * op.sum_stride + col) = x;
     }
     return op.has_norm ? times(x, norm_weight) : x;
   }
@@ -472,8 +467,9 @@ class Matvec {
   // The first chunk of x: waits for the previous kernel, but loads what does not depend on it before.
   __device__ __forceinline__ void first_x() {
     const int n_groups = (a.cols + 127) / 128;
-    const int all_groups = (a.n_stages * a.k_warps * kTile.slices + kTilesAGroup - 1) / kTilesAGroup;   // with those of padding
-    if (op.n_rows == 1 && op.add.data && all_groups <= kKept * kMatvecWarps && a.n_chunks == 1) return kept_x(all_groups);
+    const int all_groups = (a.n_stages * a.k_warps + kTilesAGroup - 1) / kTilesAGroup;   // with those of padding
+    if (op.n_rows == 1 && op.add.data && all_groups <= kKept * kMatvecWarps && a.n_chunks == 1)
+      return kept_x(all_groups);
     const bool sums_first = op.add.data || (op.has_norm && a.n_chunks > 1);
     if (sums_first) {
       grid_wait_only();
@@ -533,14 +529,15 @@ class Matvec {
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       const int group = warp + i * kMatvecWarps;
-      if (group < n_groups) write(group, 0, finish_x(x[i], add[i], norm_weight[i], add_factor, 0, group, group * 128 + lane * 4));
+      if (group < n_groups)
+        write(group, 0, finish_x(x[i], add[i], norm_weight[i], add_factor, 0, group, group * 128 + lane * 4));
     }
   }
 
-  // x of the chunk that begins with stage `stage_begin`. An AddNorm needs the sums of its rows before; a plain norm can take them
-  // on the way (with_sums). Waits for the previous kernel.
+  // x of the chunk that begins with stage `stage_begin`. An AddNorm needs the sums of its rows before; a plain norm can
+  // take them on the way (with_sums). Waits for the previous kernel.
   __device__ __forceinline__ void prepare_x(int stage_begin, bool with_sums) {
-    const int columns = a.k_warps * kTile.slices;
+    const int columns = a.k_warps;
     const int tile_begin = stage_begin * columns, tile_end = min(stage_begin + a.chunk_stages, a.n_stages) * columns;
     const int group_begin = tile_begin / kTilesAGroup, group_end = (tile_end + kTilesAGroup - 1) / kTilesAGroup;
     constexpr int kAhead = 3;       // loads in flight
@@ -600,7 +597,8 @@ class Matvec {
 
 // Two blocks share a multiprocessor's registers (this kernel's and the next one's); with 8 rows there is one.
 template <class Codec, Format kFormat, int kTiles>
-__global__ void __launch_bounds__(kMatvecThreads, kTiles == 1 ? 2 : 1) matvec_kernel(const __grid_constant__ MatvecKernelArgs args) {
+__global__ void __launch_bounds__(kMatvecThreads, kTiles == 1 ? 2 : 1)
+    matvec_kernel(const __grid_constant__ MatvecKernelArgs args) {
   extern __shared__ __align__(128) unsigned char matvec_shared[];
   Matvec<Codec, kFormat, kTiles>(args, matvec_shared).run();
 }
@@ -612,7 +610,8 @@ MatvecKernel kernel_for(int n_tiles) {
   return n_tiles == 1 ? matvec_kernel<Codec, kFormat, 1> : matvec_kernel<Codec, kFormat, 2>;
 }
 
-// In matvec_FAMILY.cu, so that they compile side by side; null for formats of another family. n_tiles: of 4 rows of x, 1 or 2.
+// In matvec_FAMILY.cu, so that they compile side by side; null for formats of another family. n_tiles: of 4 rows of x,
+// 1 or 2.
 MatvecKernel matvec_e2m1_kernel(Format format, int n_tiles);
 MatvecKernel matvec_integer_kernel(Format format, int n_tiles);
 MatvecKernel matvec_k_kernel(Format format, int n_tiles);

@@ -30,7 +30,8 @@ T load(const std::byte* from) {
 }
 
 // The codes of one row of a tile, decoded from their disk block but not scaled, and its meta data as the tile holds it.
-//   FP4, MXFP4, NVFP4  4 bits    Q4_0  4 bits, signed    Q4_1, Q4_K  4 bits    Q5_0  5 bits, signed    Q5_1, Q5_K  5 bits
+//   FP4, MXFP4, NVFP4  4 bits    Q4_0  4 bits, signed    Q4_1, Q4_K  4 bits    Q5_0  5 bits, signed    Q5_1, Q5_K  5
+//                      bits
 //   Q6_K  6 bits, signed         Q8_0  8 bits, signed    FP8  8 bits           F16, BF16  16 bits, kHalfColumns of them
 struct TileRow {
   uint16_t codes[kColumns] = {};
@@ -220,8 +221,8 @@ void read_tile_row(const HostMatrix& matrix, int64_t row, int column_tile, TileR
   }
 }
 
-// Where the code of one column of one row lies. In the tensor core's order of a warp's lanes, row r of a tile belongs to
-// lanes 4 (r % 8) + t, t = 0..3; t and the rest of the position follow from the column.
+// Where the code of one column of one row lies. In the tensor core's order of a warp's lanes, row r of a tile belongs
+// to lanes 4 (r % 8) + t, t = 0..3; t and the rest of the position follow from the column.
 struct BitPlace {
   int byte = 0;
   int shift = 0;
@@ -337,17 +338,22 @@ void read_meta(Format format, int row, const uint8_t* meta, uint8_t* to) {
 
 // One row of a tile to f32, in the order of float operations that decode.h states.
 void decode_tile_row(Format format, const TileRow& row, float row_scale, float* out) {
-  auto f16_at = [&](int index) { return f16_to_f32(load<uint16_t>(reinterpret_cast<const std::byte*>(row.meta) + 2 * index)); };
+  auto f16_at = [&](int index) {
+    return f16_to_f32(load<uint16_t>(reinterpret_cast<const std::byte*>(row.meta) + 2 * index));
+  };
   auto bf16_at = [&](int index) {
     return bf16_to_f32(load<uint16_t>(reinterpret_cast<const std::byte*>(row.meta) + 2 * index));
   };
-  auto sign_extend = [](int code, int bits) { return static_cast<float>((code ^ 1 << (bits - 1)) - (1 << (bits - 1))); };
+  auto sign_extend = [](int code, int bits) {
+    return static_cast<float>((code ^ 1 << (bits - 1)) - (1 << (bits - 1)));
+  };
   for (int c = 0; c < tile_shape(format).columns; ++c) {
     const int code = row.codes[c], group = c / 32;
     switch (format) {
       case Format::kFp4G128: out[c] = kE2m1Values[code] * bf16_at(0); break;
       case Format::kMxfp4: out[c] = mxfp4_half_scale(row.meta[group]) * static_cast<float>(kE2m1Doubled[code]); break;
-      case Format::kNvfp4: {      // with bit 7 set, which means nothing, 0x7f is a number; on disk it is 0, and so it was packed
+      case Format::
+          kNvfp4: {  // with bit 7 set, which means nothing, 0x7f is a number; on disk it is 0, and so it was packed
         const float half_scale = nvfp4_half_scale(static_cast<uint8_t>(row.meta[c / 16] | 0x80));
         out[c] = half_scale * static_cast<float>(kE2m1Doubled[code]);
         break;
@@ -379,7 +385,8 @@ void decode_tile_row(Format format, const TileRow& row, float row_scale, float* 
 
 bool has_row_scales(const MatvecSource& source) {
   if (source.parts.front()->format == Format::kFp8) return true;
-  return std::any_of(source.parts.begin(), source.parts.end(), [](const HostMatrix* part) { return part->tensor_scale != 1; });
+  return std::any_of(source.parts.begin(), source.parts.end(),
+                     [](const HostMatrix* part) { return part->tensor_scale != 1; });
 }
 
 // Row of the source that row `r` of row tile `tile` holds; part null: padding.
@@ -405,7 +412,7 @@ struct TilePlace {
   int tile = 0;                     // within the stage
 };
 TilePlace tile_place(const MatvecPlan& plan, int column_tile, int row_tile_of_unit) {
-  return {column_tile / plan.stage_columns(), column_tile % plan.stage_columns() * plan.row_warps + row_tile_of_unit};
+  return {column_tile / plan.k_warps, column_tile % plan.k_warps * plan.row_warps + row_tile_of_unit};
 }
 
 }  // namespace
@@ -431,15 +438,15 @@ MatvecPlan plan_matvec(const MatvecSource& source, int n_sms) {
   const TileShape tile = tile_shape(plan.format);
   plan.n_row_tiles = ceil_div(plan.gated ? plan.rows / 2 : plan.rows, plan.gated ? kTileRows / 2 : kTileRows);
   plan.n_column_tiles = ceil_div(plan.cols, tile.columns);
-  // The time of the busiest block decides: a stage costs what its tiles take to arrive, and something on top. Of equal choices
-  // the one with the fewest rows a unit spreads best.
+  // The time of the busiest block decides: a stage costs what its tiles take to arrive, and something on top. Of equal
+  // choices the one with the fewest rows a unit spreads best.
   constexpr int64_t kStageCost = 5;           // tiles' worth
   int64_t best = INT64_MAX;
   for (int row_warps = 1; row_warps <= kMatvecWarps; ++row_warps) {
     for (int k_warps = 1; k_warps * row_warps <= kMatvecWarps; ++k_warps) {
-      const int64_t stages = ceil_div(plan.n_column_tiles, tile.slices * k_warps);
+      const int64_t stages = ceil_div(plan.n_column_tiles, k_warps);
       const int64_t units = ceil_div(ceil_div(plan.n_row_tiles, row_warps), n_sms);
-      const int64_t cost = units * stages * (tile.slices * k_warps * row_warps + kStageCost);
+      const int64_t cost = units * stages * (k_warps * row_warps + kStageCost);
       if (cost < best) {
         best = cost;
         plan.row_warps = row_warps;
@@ -516,7 +523,8 @@ void unpack_row(const MatvecPlan& plan, const std::byte* packed, int64_t row, fl
   const int tile = static_cast<int>(plan.gated ? row % half / 8 : row / kTileRows);
   const int r = static_cast<int>(plan.gated ? row % half % 8 + row / half * 8 : row % kTileRows);
   float row_scale = 1;
-  if (plan.scales_offset != 0) row_scale = load<float>(packed + plan.scales_offset + (int64_t{tile} * kTileRows + r) * 4);
+  if (plan.scales_offset != 0)
+    row_scale = load<float>(packed + plan.scales_offset + (int64_t{tile} * kTileRows + r) * 4);
   const std::byte* unit = packed + tile / plan.row_warps * plan.unit_bytes;
   TileRow values;
   float decoded[kColumns];
@@ -524,7 +532,8 @@ void unpack_row(const MatvecPlan& plan, const std::byte* packed, int64_t row, fl
     const TilePlace place = tile_place(plan, column_tile, tile % plan.row_warps);
     auto* stage = reinterpret_cast<const uint8_t*>(unit + int64_t{place.stage} * plan.stage_bytes);
     read_codes(kind, r, stage + place.tile * shape.code_bytes, values.codes);
-    read_meta(plan.format, r, stage + plan.stage_tiles() * shape.code_bytes + place.tile * shape.meta_bytes, values.meta);
+    read_meta(plan.format, r, stage + plan.stage_tiles() * shape.code_bytes + place.tile * shape.meta_bytes,
+              values.meta);
     decode_tile_row(plan.format, values, row_scale, decoded);
     const int64_t first = int64_t{column_tile} * shape.columns;
     const int64_t n = std::min<int64_t>(shape.columns, plan.cols - first);
@@ -548,21 +557,23 @@ MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice&
   launch.batch_units = std::clamp(4 * 1024 / unit_partial_bytes, 1, std::max(1, std::min(units_a_block, 8)));
   launch.partial_bytes = launch.batch_units * unit_partial_bytes;
 
-  // Two kernels on a multiprocessor overlap, so half of the memory is the aim; then all of it, and then a narrower chunk of x at
-  // a time.
+  // Two kernels on a multiprocessor overlap, so half of the memory is the aim; then all of it, and then a narrower
+  // chunk of x at a time.
   for (int n_chunks = 1;; ++n_chunks) {
     const int stages_a_chunk = ceil_div(plan.n_stages, n_chunks);
     launch.chunk_stages = stages_a_chunk;
     launch.n_chunks = ceil_div(plan.n_stages, stages_a_chunk);
-    const int tiles = stages_a_chunk * plan.stage_columns(), all_tiles = plan.n_stages * plan.stage_columns();
+    const int tiles = stages_a_chunk * plan.k_warps, all_tiles = plan.n_stages * plan.k_warps;
     // A chunk of half tiles may begin within a group of x.
-    const int groups = std::min(ceil_div(tiles, tiles_a_group) + (tiles_a_group - 1), ceil_div(all_tiles, tiles_a_group));
+    const int groups =
+        std::min(ceil_div(tiles, tiles_a_group) + (tiles_a_group - 1), ceil_div(all_tiles, tiles_a_group));
     launch.x_bytes = groups * n_rows * (floats ? 512 : 256);
     launch.scale_bytes = static_cast<int>(round_up(groups * n_rows * (floats ? 4 : 20), 16));
     const int fixed = launch.x_bytes + launch.scale_bytes + 2 * launch.partial_bytes + kSmall;
     for (const int budget : {half, device.shared_per_block}) {
       const int stages = (budget - fixed) / plan.stage_bytes;
-      const bool enough = stages >= 3 || (stages == 2 && (stages_a_chunk == 1 || stages * plan.stage_bytes >= kEnoughInFlight));
+      const bool enough =
+          stages >= 3 || (stages == 2 && (stages_a_chunk == 1 || stages * plan.stage_bytes >= kEnoughInFlight));
       if (!enough) continue;
       launch.ring_stages = std::min({stages, kMatvecMaxStages, std::max(2, units_a_block * plan.n_stages)});
       launch.shared_bytes = fixed + launch.ring_stages * plan.stage_bytes;

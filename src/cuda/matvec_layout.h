@@ -1,18 +1,19 @@
-// How the decode kernel (matvec.h) wants a weight matrix to lie in device memory, and how its work is cut: host code, tested
-// without a GPU. docs/formats.md of the disk ends here; the kernel sees nothing but tiles.
+// How the decode kernel (matvec.h) wants a weight matrix to lie in device memory, and how its work is cut: host code,
+// tested without a GPU. docs/formats.md of the disk ends here; the kernel sees nothing but tiles.
 //
-// A tile is 16 rows x 128 columns (64 for 16-bit weights): the codes in the order in which the lanes of one warp feed them to
-// the tensor cores, and its meta data (scales, mins). A slice is what the warps of a block multiply side by side: k_warps column
-// tiles of row_warps row tiles. One to three slices are a stage of the kernel's ring: codes first, then meta data, padded to a multiple of 128
-// bytes, one bulk copy; columns that the matrix does not have are tiles of zeros, so that all stages are alike. A unit is all
-// columns of row_warps row tiles: whole stages. A matrix is its units, one after the other, then a scale for each row where the
-// format (or a tensor scale) has one. So a block that owns a range of units reads one contiguous stream.
+// A tile is 16 rows x 128 columns (64 for 16-bit weights): the codes in the order in which the lanes of one warp feed
+// them to the tensor cores, and its meta data (scales, mins). A stage is what the warps of a block multiply side by
+// side: k_warps column tiles of row_warps row tiles; codes first, then meta data, padded to a multiple of 128 bytes:
+// one bulk copy into the kernel's ring. Columns that the matrix does not have are tiles of zeros, so that all stages
+// are alike. A unit is all columns of row_warps row tiles: whole stages. A matrix is its units, one after the other,
+// then a scale for each row where the format (or a tensor scale) has one. So a block that owns a range of units reads
+// one contiguous stream.
 //
 //   unit   [n_stages]  stage                      row_warps · 16 rows, all columns
-//   stage  [tiles] codes, [tiles] meta, padding   tile (slice s, column tile k, row tile r): (s · k_warps + k) · row_warps + r
+//   stage  [tiles] codes, [tiles] meta, padding   tile (column tile k, row tile r): k · row_warps + r
 //
-// In a gated matrix (gate and up, Epilogue::kGated*) rows 0..7 of a row tile are gate rows and rows 8..15 the up rows of the
-// same outputs.
+// In a gated matrix (gate and up, Epilogue::kGated*) rows 0..7 of a row tile are gate rows and rows 8..15 the up rows
+// of the same outputs.
 #pragma once
 
 #include <cstddef>
@@ -29,31 +30,30 @@ struct TileShape {
   int columns = 0;                  // 0: the format has no tiles
   int code_bytes = 0;
   int meta_bytes = 0;
-  int slices = 1;                   // of a stage: column tiles that a warp has in it; stages of 15 to 40 KiB
 };
 BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
   switch (format) {
-    case Format::kFp4G128: return {128, 1024, 32, 3};
-    case Format::kMxfp4: return {128, 1024, 64, 3};
-    case Format::kNvfp4: return {128, 1024, 128, 3};
-    case Format::kQ4_0: return {128, 1024, 128, 3};
-    case Format::kQ4_1: return {128, 1024, 256, 3};
-    case Format::kQ4_K: return {128, 1024, 192, 3};
-    case Format::kQ5_0: return {128, 1280, 128, 1};
-    case Format::kQ5_1: return {128, 1280, 256, 1};
-    case Format::kQ5_K: return {128, 1280, 192, 1};
-    case Format::kQ6_K: return {128, 1536, 160, 1};
-    case Format::kQ8_0: return {128, 2048, 128, 1};
-    case Format::kFp8: return {128, 2048, 0, 1};
+    case Format::kFp4G128: return {128, 1024, 32};
+    case Format::kMxfp4: return {128, 1024, 64};
+    case Format::kNvfp4: return {128, 1024, 128};
+    case Format::kQ4_0: return {128, 1024, 128};
+    case Format::kQ4_1: return {128, 1024, 256};
+    case Format::kQ4_K: return {128, 1024, 192};
+    case Format::kQ5_0: return {128, 1280, 128};
+    case Format::kQ5_1: return {128, 1280, 256};
+    case Format::kQ5_K: return {128, 1280, 192};
+    case Format::kQ6_K: return {128, 1536, 160};
+    case Format::kQ8_0: return {128, 2048, 128};
+    case Format::kFp8: return {128, 2048, 0};
     case Format::kF16:
-    case Format::kBf16: return {64, 2048, 0, 1};
+    case Format::kBf16: return {64, 2048, 0};
     default: return {};
   }
 }
 
 inline constexpr int kTileRows = 16;
 inline constexpr int kMatvecWarps = 11;       // of a block that multiply; k_warps · row_warps of them have tiles
-inline constexpr int kMatvecMaxStages = 8;    // of the ring
+inline constexpr int kMatvecMaxStages = 9;    // of the ring
 inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 
 // One matrix of one format: parts stacked one under the other (q, k, v), or gate and up.
@@ -74,23 +74,22 @@ struct MatvecPlan {
   int n_column_tiles = 0;
   int k_warps = 1;
   int row_warps = 1;
-  int n_stages = 0;                 // of a unit: ceil(n_column_tiles / stage_columns())
+  int n_stages = 0;                 // of a unit: ceil(n_column_tiles / k_warps)
   int n_units = 0;
   int stage_bytes = 0;
   int64_t unit_bytes = 0;
   int64_t scales_offset = 0;        // where the row scales begin, f32 [n_row_tiles · 16]; 0: none
   int64_t packed_bytes = 0;         // of device memory, to be aligned to 128 bytes
 
-  int stage_columns() const { return tile_shape(format).slices * k_warps; }   // column tiles of a stage
-  int stage_tiles() const { return stage_columns() * row_warps; }
+  int stage_tiles() const { return k_warps * row_warps; }
   int64_t outputs() const { return gated ? rows / 2 : rows; }   // columns of y
 };
 
 // n_sms only weighs how evenly units spread; the layout (and with it the order of every sum) depends on it.
 MatvecPlan plan_matvec(const MatvecSource& source, int n_sms);
 
-// The bytes of units [unit_begin, unit_end), to out[(unit_end - unit_begin) · unit_bytes]. Units are independent: call it
-// from many threads, or piece by piece into a staging buffer.
+// The bytes of units [unit_begin, unit_end), to out[(unit_end - unit_begin) · unit_bytes]. Units are independent: call
+// it from many threads, or piece by piece into a staging buffer.
 void pack_units(const MatvecPlan& plan, const MatvecSource& source, int unit_begin, int unit_end, std::byte* out);
 // The row scales, [n_row_tiles · 16]; only when plan.scales_offset != 0.
 void pack_row_scales(const MatvecPlan& plan, const MatvecSource& source, float* out);
@@ -126,8 +125,8 @@ BERYL_HOST_DEVICE inline int block_unit(int n_units, int block, int n_blocks) {
   return static_cast<int>(static_cast<int64_t>(n_units) * block / n_blocks);
 }
 
-// The order in which a block reads its stages: batches of units; in a batch the chunks of x; in a chunk the units; in a unit
-// its stages. With one chunk that is the order in which they lie.
+// The order in which a block reads its stages: batches of units; in a batch the chunks of x; in a chunk the units; in a
+// unit its stages. With one chunk that is the order in which they lie.
 struct StageOrder {
   int n_units;                      // of the block
   int n_stages;                     // of a unit

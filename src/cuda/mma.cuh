@@ -1,5 +1,5 @@
-// Matrix products of one warp (mma.sync), d += a · b, with 8 columns of b. Fragments as PTX defines them: lane 4 r + t holds
-// rows r and r + 8 of a and d, columns 2 t and 2 t + 1 of d, and column r of b.
+// Matrix products of one warp (mma.sync), d += a · b, with 8 columns of b. Fragments as PTX defines them: lane 4 r + t
+// holds rows r and r + 8 of a and d, columns 2 t and 2 t + 1 of d, and column r of b.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ __device__ __forceinline__ void mma_s8_k16(int (&d)[4], uint32_t a0, uint32_t a1
 }
 // d[16][8] f32 += a[16][16] · b[16][8], f16 or bf16.
 template <bool kBf16>
-__device__ __forceinline__ void mma_16bit(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                          uint32_t b1) {
+__device__ __forceinline__ void mma_16bit(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                          uint32_t b0, uint32_t b1) {
   if constexpr (kBf16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -31,7 +31,7 @@ struct PackedMatrix {
 inline PackedMatrix packed_matrix(const MatvecPlan& plan, const uint8_t* packed) {
   const TileShape tile = tile_shape(plan.format);
   return {packed,         plan.format,       plan.gated,      plan.rows,       plan.cols,
-          plan.row_warps, plan.stage_columns(), plan.n_column_tiles, tile.columns, tile.code_bytes,
+          plan.row_warps, plan.k_warps, plan.n_column_tiles, tile.columns, tile.code_bytes,
           tile.meta_bytes, plan.stage_bytes, plan.unit_bytes, plan.scales_offset};
 }
 
