@@ -11,6 +11,7 @@ import signal
 import subprocess
 import termios
 import time
+import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -145,7 +146,10 @@ class Terminal:
     """The program on a terminal of its own, which neither echoes nor changes what is written."""
 
     def __init__(self, program, *arguments, environment=None):
-        self.pid, self.fd = pty.fork()
+        try:
+            self.pid, self.fd = pty.fork()
+        except OSError as error:   # a bare container may have none
+            raise unittest.SkipTest(f"no pseudo-terminal can be had here: {error}") from error
         if self.pid == 0:
             try:
                 settings = termios.tcgetattr(0)

@@ -69,7 +69,7 @@ def ids_text(ids):
 
 
 class HelpTest(CliTest):
-    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench")
+    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench", "verify")
 
     def test_alone_it_helps(self):
         texts = [self.succeed(*arguments).stdout.decode() for arguments in ([], ["--help"], ["-h"], ["help"])]
@@ -122,6 +122,15 @@ class WrongUseTest(CliTest):
             (["trace", model, "-o", out, "--ids", "1", "-p", "x"], "--ids", "--prompt"),
             (["trace", model, "-o", out, "-p", ""], "empty"),
             (["trace", model, "-o", out, "--ids", "1", "--chunk", "0"], "--chunk", "'0'"),
+            (["trace", model, "-o", "", "--ids", "1"], "-o"),
+            (["bench"], "MODEL or --synthetic"),
+            (["bench", "--synthetic", "llama3.2-1b", "--format", "q9"], "--format", "'q9'"),
+            (["bench", model, "-p", "0", "-n", "0"], "nothing to measure"),
+            (["bench", model, "-p", "-1"], "-p is '-1'", "whole numbers"),
+            (["bench", model, "-b", "0"], "-b is '0'"),
+            (["bench", model, "-d", "1,,2"], "-d is '1,,2'"),
+            (["bench", model, "--allocate", "9999999999"], "--allocate is '9999999999'"),
+            (["verify", "--filter", "no such case"], "no such case"),
             (["trace", model, "-o", out, "--ids", "1", "--greedy", "-1"], "--greedy", "'-1'"),
         ]
         for text in ("", ",", "1,", ",1", "1,,2", "1 2", "one", "1,2x", "0x1", "1.5", "1e2", "[1]", "1;2", "+1"):
@@ -198,6 +207,21 @@ class FailureTest(CliTest):
         self.assertEqual(result.returncode, 1)
         self.assertEqual(result.stdout, b"")
         self.assertRegex(result.stderr.decode().splitlines()[-1], r"^beryl: .*finite")
+
+    def test_a_trace_of_numbers_that_are_not_finite_says_so(self):
+        out = self.folder / "sick.safetensors"
+        result = beryl("trace", self.sick, "--ids", "1,2", "-o", out)
+        self.assertEqual(result.returncode, 0)
+        self.assertIn(b"NaN or infinite", result.stderr)
+        out.unlink()
+        self.assert_fails(beryl("trace", self.sick, "--ids", "1,2", "--greedy", "3", "-o", out), 1, "not finite")
+        self.assertFalse(out.exists())
+
+    def test_standard_input_without_an_end_is_refused(self):
+        with open("/dev/zero", "rb") as zeros:
+            result = subprocess.run([beryl.path, "tokenize", self.model, "--ids"], stdin=zeros, capture_output=True,
+                                    timeout=120)
+        self.assert_fails(result, 1, "standard input", "bytes")
 
     def test_trace_refuses_places_it_cannot_write_before_it_computes(self):
         folder = self.folder / "folder"

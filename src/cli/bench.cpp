@@ -23,17 +23,20 @@
 namespace beryl::cli {
 namespace {
 
+constexpr int64_t kMaxPositions = 1 << 24;
+constexpr int64_t kMaxStreams = 1024;
+
 struct BenchOptions {
   std::string model;
   std::string synthetic;
   std::string format = "fp4_g128";
   std::string head = "fp8";
   DeviceOptions device;
-  std::string prompts = "512";
-  std::string gens = "128";
-  std::string depths = "0";
-  std::string streams = "1";
-  std::string allocated = "0";
+  std::vector<int64_t> prompts = {512};
+  std::vector<int64_t> gens = {128};
+  std::vector<int64_t> depths = {0};
+  std::vector<int64_t> streams = {1};
+  std::vector<int64_t> allocated = {0};
   std::string cache = "default";
   int64_t chunk_tokens = 512;
   int64_t n_repetitions = 5;
@@ -46,16 +49,6 @@ Format format_option(const char* option, const std::string& name) {
   if (!format || *format == Format::kI32 || *format == Format::kI64 || *format == Format::kU8)
     throw UsageError(fmt::format("{}: '{}' is no weight format; fp4_g128, q4_0, q4_k, q8_0, fp8, bf16 are some", option, name));
   return *format;
-}
-
-std::vector<int64_t> counts(const char* option, const std::string& list) {
-  std::vector<int64_t> values;
-  try {
-    for (int32_t value : parse_ids(list, int64_t{1} << 30)) values.push_back(value);
-  } catch (const UsageError& error) {
-    throw UsageError(fmt::format("{}: {}", option, error.what()));
-  }
-  return values;
 }
 
 std::string test_name(const BenchCase& what) {
@@ -121,21 +114,19 @@ int bench(const BenchOptions& options) {
                           : make_synthetic_model(options.synthetic,
                                                  {format_option("--format", options.format), format_option("--head", options.head)}, 1, true);
   if (options.ops) {
-    for (int64_t depth : counts("-d", options.depths)) print_ops(model, *backend, options, depth);
+    for (int64_t depth : options.depths) print_ops(model, *backend, options, depth);
     return 0;
   }
   std::vector<BenchCase> cases;
-  for (int64_t depth : counts("-d", options.depths))
-    for (int64_t streams : counts("-b", options.streams))
-      for (int64_t allocated : counts("--allocate", options.allocated)) {
-        for (int64_t n : counts("-p", options.prompts))
+  for (int64_t depth : options.depths)
+    for (int64_t streams : options.streams)
+      for (int64_t allocated : options.allocated) {
+        for (int64_t n : options.prompts)
           if (n > 0) cases.push_back({n, 0, depth, static_cast<int>(streams), allocated});
-        for (int64_t n : counts("-n", options.gens))
+        for (int64_t n : options.gens)
           if (n > 0) cases.push_back({0, n, depth, static_cast<int>(streams), allocated});
       }
   if (cases.empty()) throw UsageError("nothing to measure: -p and -n are both 0");
-  for (const BenchCase& what : cases)
-    if (what.n_streams < 1) throw UsageError("-b: at least one stream was expected");
 
   nlohmann::json all = nlohmann::json::array();
   if (options.output == "md") write_output("| test | t/s | sd | median |\n|---|---:|---:|---:|\n");
@@ -164,12 +155,11 @@ Command add_bench_command(CLI::App& program) {
   app->add_option("--format", options->format, "synthetic: format of the layers' weights")->type_name("FORMAT")->capture_default_str();
   app->add_option("--head", options->head, "synthetic: format of embedding and head")->type_name("FORMAT")->capture_default_str();
   add_device_options(*app, options->device);
-  app->add_option("-p", options->prompts, "prompt lengths, with commas; 0: none")->type_name("N,...")->capture_default_str();
-  app->add_option("-n", options->gens, "tokens to decode, with commas; 0: none")->type_name("N,...")->capture_default_str();
-  app->add_option("-d", options->depths, "positions already in the cache, with commas")->type_name("N,...")->capture_default_str();
-  app->add_option("-b", options->streams, "sequences at once, with commas")->type_name("N,...")->capture_default_str();
-  app->add_option("--allocate", options->allocated, "positions the cache is made for, with commas; 0: as many as needed")
-      ->type_name("N,...")->capture_default_str();
+  add_integers(*app, "-p", options->prompts, 0, kMaxPositions, "prompt lengths; 0: none");
+  add_integers(*app, "-n", options->gens, 0, kMaxPositions, "tokens to decode; 0: none");
+  add_integers(*app, "-d", options->depths, 0, kMaxPositions, "positions already in the cache");
+  add_integers(*app, "-b", options->streams, 1, kMaxStreams, "sequences at once");
+  add_integers(*app, "--allocate", options->allocated, 0, kMaxPositions, "positions the cache is made for; 0: as many as needed");
   add_choice(*app, "--cache", options->cache, {"default", "f32", "bf16", "fp8"}, "element type of the cache");
   add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 20, "rows of a prefill step");
   add_integer(*app, "-r", options->n_repetitions, 1, 10000, "repetitions, after one that is not counted");

@@ -48,7 +48,7 @@ int write_all(int stream, std::string_view text) {
 }
 
 std::string one_line(std::string_view text) {
-  std::string line(text);
+  std::string line = harmless_on_terminal(text);   // names from files may hold anything
   std::replace_if(
       line.begin(), line.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
   return line;
@@ -97,7 +97,8 @@ void print_error(std::string_view message) { write_error(fmt::format("beryl: {}\
 void print_warning(std::string_view message) { write_error(fmt::format("beryl: warning: {}\n", one_line(message))); }
 
 void print_note(std::string_view line) {
-  write_error(takes_colour(kStandardError) ? fmt::format("\x1b[2m{}\x1b[0m\n", line) : fmt::format("{}\n", line));
+  const std::string harmless = one_line(line);
+  write_error(takes_colour(kStandardError) ? fmt::format("\x1b[2m{}\x1b[0m\n", harmless) : harmless + '\n');
 }
 
 std::string harmless_on_terminal(std::string_view text) {
@@ -127,6 +128,8 @@ std::string read_input() {
     if (n < 0) fail_to_read();
     if (n == 0) return text;
     text.append(buffer, static_cast<size_t>(n));
+    if (text.size() > kMaxInputBytes)
+      throw Error(ErrorCode::kBadInput, fmt::format("standard input holds more than the {} bytes that a prompt may have", kMaxInputBytes));
   }
 }
 

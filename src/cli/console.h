@@ -36,7 +36,8 @@ void print_note(std::string_view line);
 // Elsewhere text goes out as it is.
 std::string harmless_on_terminal(std::string_view text);
 
-// All of standard input, byte for byte. Throws Error(kIo).
+inline constexpr size_t kMaxInputBytes = 64 << 20;   // longer than any context; /dev/zero has no end
+// All of standard input, byte for byte. Throws Error(kIo), or Error(kBadInput) for more than kMaxInputBytes.
 std::string read_input();
 
 enum class LineEnd : uint8_t { kLine, kEndOfInput, kInterrupted };

@@ -1,5 +1,6 @@
 #include "cli/options.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include <fmt/format.h>
@@ -49,6 +50,25 @@ CLI::Option* add_integer(CLI::App& app, const std::string& names, int64_t& value
     value = number;
     return true;
   });
+}
+
+CLI::Option* add_integers(CLI::App& app, const std::string& names, std::vector<int64_t>& values, int64_t least,
+                          int64_t most, const std::string& help) {
+  const std::string expected = fmt::format("whole numbers from {} to {} with commas", least, most);
+  return add_checked(app, names, "N,...", fmt::format("{} (default: {})", help, fmt::join(values, ",")), expected,
+                     [&values, least, most](const std::string& text) {
+                       std::vector<int64_t> numbers;
+                       for (size_t begin = 0; begin <= text.size();) {
+                         const size_t end = std::min(text.find(',', begin), text.size());
+                         int64_t number = 0;
+                         if (!parse_number(std::string_view(text).substr(begin, end - begin), number)) return false;
+                         if (number < least || number > most) return false;
+                         numbers.push_back(number);
+                         begin = end + 1;
+                       }
+                       values = std::move(numbers);
+                       return true;
+                     });
 }
 
 CLI::Option* add_real(CLI::App& app, const std::string& names, double& value, double least, double most,

@@ -20,6 +20,9 @@ struct UsageError : std::runtime_error {
 // `value` holds the default and is changed only by a number in [least, most]; plain decimal, nothing behind it.
 CLI::Option* add_integer(CLI::App& app, const std::string& names, int64_t& value, int64_t least, int64_t most,
                          const std::string& help);
+// Whole numbers in [least, most] with commas between them; at least one.
+CLI::Option* add_integers(CLI::App& app, const std::string& names, std::vector<int64_t>& values, int64_t least,
+                          int64_t most, const std::string& help);
 CLI::Option* add_real(CLI::App& app, const std::string& names, double& value, double least, double most,
                       const std::string& help);
 CLI::Option* add_choice(CLI::App& app, const std::string& names, std::string& value,

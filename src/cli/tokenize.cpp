@@ -22,6 +22,12 @@ struct TokenizeOptions {
   bool bos = false;
 };
 
+// A special token's name, with what does not print as \\xNN.
+std::string unquoted(std::string_view name) {
+  const std::string quoted = quote(name, 400);
+  return quoted.substr(1, quoted.size() - 2);
+}
+
 int tokenize(const TokenizeOptions& options) {
   if (!options.has_text && is_terminal(kStandardInput))
     throw UsageError("TEXT is missing: give it on the command line or on standard input");
@@ -36,7 +42,7 @@ int tokenize(const TokenizeOptions& options) {
   } else {
     for (int32_t id : ids) {
       const std::string name(tokenizer->token_text(id));
-      output += tokenizer->is_special(id) ? fmt::format("{:>7}  {}\n", id, name)
+      output += tokenizer->is_special(id) ? fmt::format("{:>7}  {}\n", id, unquoted(name))
                                           : fmt::format("{:>7}  {}\n", id, quote(tokenizer->token_bytes(id), 400));
     }
   }

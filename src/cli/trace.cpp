@@ -2,7 +2,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -43,6 +45,7 @@ void check_output(const std::string& path) {
   const auto refuse = [&](const std::string& why) {
     throw Error(ErrorCode::kIo, fmt::format("{}: cannot be written: {}", path, why));
   };
+  if (path.empty()) throw UsageError("-o is '', a file's name was expected");
   struct stat status;
   if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
     refuse(S_ISDIR(status.st_mode) ? "it is a folder" : "it is not an ordinary file");
@@ -80,6 +83,8 @@ int run_trace(const TraceOptions& options) {
   const std::unique_ptr<Backend> backend = make_backend(options.device);
   const SequenceTrace trace = std::move(beryl::trace(model.program, *backend, request).front());
 
+  if (!std::all_of(trace.logits.begin(), trace.logits.end(), [](float value) { return std::isfinite(value); }))
+    print_warning("some logits are NaN or infinite: the model or its file is broken");
   const int64_t model_dim = model.config.model_dim;
   std::vector<SafetensorsTensor> tensors;
   tensors.push_back(tensor("ids", Format::kI32, {n_tokens}, ids));

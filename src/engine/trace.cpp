@@ -1,6 +1,9 @@
 #include "engine/trace.h"
 
 #include <algorithm>
+#include <cmath>
+
+#include <fmt/format.h>
 
 #include "base/error.h"
 #include "engine/stepper.h"
@@ -84,6 +87,8 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
       BERYL_CHECK(stepper.reserve(static_cast<int>(s), stepper.length(static_cast<int>(s)) + request.n_greedy),
                   "context fits");
       const auto last = traces[s].logits.end() - vocab;
+      if (!std::all_of(last, traces[s].logits.end(), [](float value) { return std::isfinite(value); }))
+        throw Error(ErrorCode::kBadInput, fmt::format("sequence {}: the last logits are not finite, so no id follows", s));
       next[s] = static_cast<int32_t>(std::max_element(last, traces[s].logits.end()) - last);
       traces[s].greedy.push_back(next[s]);
     }
@@ -97,7 +102,11 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
         stepper.advance();
       }
       const std::vector<Sampled> sampled = stepper.samples();
-      for (size_t s = 0; s < traces.size(); ++s) traces[s].greedy.push_back(sampled[s].id);
+      for (size_t s = 0; s < traces.size(); ++s) {
+        if (!sampled[s].valid)
+          throw Error(ErrorCode::kBadInput, fmt::format("sequence {}: the logits after {} ids are not finite", s, i));
+        traces[s].greedy.push_back(sampled[s].id);
+      }
     }
   }
   return traces;

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <numbers>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/mapped_file.h"
+#include "weights/json_text.h"
 #include "model/config_reader.h"
 #include "weights/quote.h"
 
@@ -57,6 +58,9 @@ const char* family_name(Family family) {
 
 namespace {
 
+// Far more than real files have (a few hundred bytes), and little to parse.
+constexpr size_t kMaxGenerationConfigBytes = 1 << 20;
+
 // Ids that the model's makers say must never be sampled. GGUF has a key; Hugging Face a file beside config.json.
 std::vector<int32_t> read_suppressed_tokens(const Checkpoint& checkpoint, int64_t vocab) {
   std::vector<int64_t> ids;
@@ -67,16 +71,20 @@ std::vector<int32_t> read_suppressed_tokens(const Checkpoint& checkpoint, int64_
   } else {
     const std::filesystem::path file = std::filesystem::path(checkpoint.path()) / "generation_config.json";
     where = fmt::format("{}: 'suppress_tokens'", file.string());
-    std::ifstream stream(file);
-    if (!stream) return {};
-    const nlohmann::json json = nlohmann::json::parse(stream, nullptr, false);
-    if (json.is_discarded() || !json.is_object())
-      throw Error(ErrorCode::kBadInput, fmt::format("{}: not a JSON object", file.string()));
+    if (!std::filesystem::exists(file)) return {};
+    const MappedFile mapped(file.string());
+    if (mapped.bytes().size() > kMaxGenerationConfigBytes)
+      throw Error(ErrorCode::kBadInput, fmt::format("{}: {} bytes, at most {} are allowed", file.string(), mapped.bytes().size(),
+                                                    kMaxGenerationConfigBytes));
+    const auto json = parse_json<nlohmann::json>(
+        file.string(), {reinterpret_cast<const char*>(mapped.bytes().data()), mapped.bytes().size()});
+    if (!json.is_object())
+      throw Error(ErrorCode::kBadInput, fmt::format("{}: holds a JSON {}, an object was expected", file.string(), json.type_name()));
     const auto entry = json.find("suppress_tokens");
     if (entry == json.end() || entry->is_null()) return {};
     if (!entry->is_array()) throw Error(ErrorCode::kBadInput, fmt::format("{} is not an array of token ids", where));
     for (const nlohmann::json& id : *entry) {
-      if (!id.is_number_integer())
+      if (!id.is_number_integer() || (id.is_number_unsigned() && id.get<uint64_t>() > INT64_MAX))
         throw Error(ErrorCode::kBadInput, fmt::format("{} holds something that is no id", where));
       ids.push_back(id.get<int64_t>());
     }

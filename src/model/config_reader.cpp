@@ -120,6 +120,9 @@ RopeSpec read_rope(const ConfigReader& reader, const std::string& prefix, double
   rope.base = reader.positive_or(prefix + "rope_theta", default_base);
   std::optional<std::string> type = reader.optional_string(prefix + "rope_type");
   if (!type) type = reader.optional_string(prefix + "type");
+  if (!type)   // a scaling whose kind is lost must not become none
+    for (const char* name : {"factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor"})
+      if (reader.has(prefix + name)) reader.refuse(prefix + "rope_type", fmt::format("is missing, but '{}' is there", name));
   if (!type || *type == "default") return rope;
   const auto positive = [&](const char* name) { return reader.positive(prefix + name); };
   if (*type == "linear") {
@@ -163,7 +166,8 @@ std::vector<float> rope_divisors(const Checkpoint& checkpoint, int head_dim) {
   return divisors;
 }
 
-int64_t embedding_rows(const Checkpoint& checkpoint, int64_t model_dim) {
+int64_t embedding_rows(const ConfigReader& reader, int64_t model_dim) {
+  const Checkpoint& checkpoint = reader.checkpoint();
   const TensorNames names(checkpoint);
   const std::string name = names.of(Role::kEmbedding);
   const TensorInfo* tensor = checkpoint.find(name);
@@ -173,6 +177,9 @@ int64_t embedding_rows(const Checkpoint& checkpoint, int64_t model_dim) {
   if (matrix.cols != model_dim || matrix.rows < 1 || matrix.rows > kMaxVocab || matrix.stack != 1)
     throw Error(ErrorCode::kBadInput, fmt::format("{}: tensor '{}' is [{}, {}], [vocabulary, {}] was expected",
                                                   checkpoint.path(), name, matrix.rows, matrix.cols, model_dim));
+  const auto stated = reader.optional_integer("vocab_size", 1, kMaxVocab);
+  if (stated && *stated != matrix.rows)
+    reader.refuse("vocab_size", fmt::format("is {}, but tensor '{}' has {} rows", *stated, name, matrix.rows));
   return matrix.rows;
 }
 

@@ -67,6 +67,6 @@ RopeSpec read_rope(const ConfigReader& reader, const std::string& prefix, double
 std::vector<float> rope_divisors(const Checkpoint& checkpoint, int head_dim);
 
 // Rows of the embedding table: the vocabulary's size is what the file holds.
-int64_t embedding_rows(const Checkpoint& checkpoint, int64_t model_dim);
+int64_t embedding_rows(const ConfigReader& reader, int64_t model_dim);
 
 }  // namespace beryl

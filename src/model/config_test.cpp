@@ -569,6 +569,49 @@ TEST(ConfigTest, ScalingByAFactorThatIsNotPositiveIsRefused) {
   }
 }
 
+TEST(ConfigTest, ARopeThatIsNoObjectOrHasLostItsKindIsRefused) {
+  for (const json& wrong : {json("x"), json(true), json(5), json::array()}) {
+    json config = golden_json("llama");
+    config["rope_parameters"] = wrong;
+    expect_refused([&] { read_json(config); }, ErrorCode::kBadInput, {"rope_parameters", "an object"});
+    config.erase("rope_parameters");
+    config["rope_scaling"] = wrong;
+    expect_refused([&] { read_json(config); }, ErrorCode::kBadInput, {"rope_scaling", "an object"});
+    for (const char* kind : {"full_attention", "sliding_attention"})
+      for (const char* model : {"gemma3", "gemma4_dense"}) {
+        json gemma = golden_json(model);
+        gemma["rope_parameters"][kind] = wrong;
+        expect_refused([&] { read_json(gemma); }, ErrorCode::kBadInput, {kind, "an object"});
+      }
+  }
+  json config = golden_json("llama");
+  config["rope_parameters"].erase("rope_type");
+  expect_refused([&] { read_json(config); }, ErrorCode::kBadInput, {"rope_parameters.rope_type", "is missing", "factor"});
+}
+
+TEST(ConfigTest, AVocabularyOfAnotherSizeThanTheTableIsRefused) {
+  json config = golden_json("llama");
+  config["vocab_size"] = 1000;
+  expect_refused([&] { read_json(config); }, ErrorCode::kBadInput, {"vocab_size", "is 1000", "has 2 rows"});
+  config["vocab_size"] = "x";
+  expect_refused([&] { read_json(config); }, ErrorCode::kBadInput, {"vocab_size"});
+  ordered_json fields = llama_fields();
+  fields["llama.vocab_size"] = 3;
+  expect_refused([&] { read_gguf(fields); }, ErrorCode::kBadInput, {"llama.vocab_size", "is 3", "has 2 rows"});
+}
+
+TEST(ConfigTest, ADamagedGenerationConfigIsRefusedByItsName) {
+  const TempFolder folder;
+  const auto read = [&] { read_config(*test::folder_with(folder, golden_json("llama"), 64)); };
+  for (const char* text : {"[1]", "{\"suppress_tokens\": 1}", "{\"suppress_tokens\": [1.5]}", "{", "",
+                           "{\"suppress_tokens\": [18446744073709551615]}"}) {
+    folder.write("generation_config.json", text);
+    expect_refused(read, ErrorCode::kBadInput, {"generation_config.json"});
+  }
+  folder.write("generation_config.json", "{\"a\": \"" + std::string(2 << 20, 'x') + "\"}");
+  expect_refused(read, ErrorCode::kBadInput, {"generation_config.json", "bytes"});
+}
+
 TEST(ConfigTest, DivisorsMustBeThereForGemma4AndFitTheHead) {
   expect_refused([] { read_gguf(gemma4_fields()); }, ErrorCode::kBadInput, {"rope_freqs.weight", "is missing"});
   expect_refused([] { read_gguf(gemma4_fields(), 64, {1, 1}); }, ErrorCode::kBadInput,

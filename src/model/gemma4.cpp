@@ -95,8 +95,9 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
     sliding = *types;
   }
 
-  const bool k_eq_v =
-      gguf ? gguf_k_eq_v(checkpoint, sliding, first_shared) : reader.boolean_or("attention_k_eq_v", false);
+  // No size with per-layer embeddings has K=V, so a V that is missing there is missing.
+  const bool k_eq_v = gguf ? config.per_layer_dim == 0 && gguf_k_eq_v(checkpoint, sliding, first_shared)
+                           : reader.boolean_or("attention_k_eq_v", false);
   RopeSpec global_rope, local_rope;
   std::vector<Geometry> geometry;
   if (gguf) {
@@ -193,7 +194,7 @@ ModelConfig read_gemma4_config(const Checkpoint& checkpoint) {
     }
     config.layers.push_back(layer);
   }
-  config.vocab = embedding_rows(checkpoint, config.model_dim);
+  config.vocab = embedding_rows(reader, config.model_dim);
   return config;
 }
 

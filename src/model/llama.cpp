@@ -88,7 +88,7 @@ ModelConfig read_llama_config(const Checkpoint& checkpoint) {
     layer.ffn.dim = dims[static_cast<size_t>(i)];
     config.layers.push_back(layer);
   }
-  config.vocab = embedding_rows(checkpoint, config.model_dim);
+  config.vocab = embedding_rows(reader, config.model_dim);
   return config;
 }
 

@@ -59,8 +59,11 @@ bool is_ignorable(std::string_view name) {
 
 class CheckpointSource final : public TensorSource {
  public:
-  CheckpointSource(const Checkpoint& checkpoint, Family family)
-      : checkpoint_(checkpoint), family_(family), names_(checkpoint) {}
+  CheckpointSource(const Checkpoint& checkpoint, const ModelConfig& config)
+      : checkpoint_(checkpoint), family_(config.family), names_(checkpoint) {
+    for (const LayerSpec& layer : config.layers)
+      reads_divisors_ = reads_divisors_ || layer.attention.rope.scaling == RopeSpec::Scaling::kDivisors;
+  }
 
   bool has(Role role, int layer) const override { return checkpoint_.find(name_of(role, layer)) != nullptr; }
 
@@ -99,8 +102,7 @@ class CheckpointSource final : public TensorSource {
 
   // Names that the model does not use; refuses those that no model should hold.
   std::vector<std::string> take_ignored() {
-    // Read by the config, which makes the rope's frequencies of it.
-    if (checkpoint_.container() == Container::kGguf && family_ != Family::kGemma3) used_.insert("rope_freqs.weight");
+    if (reads_divisors_) used_.insert("rope_freqs.weight");   // by the config, which makes the rope's frequencies of it
     std::vector<std::string> unused;
     for (const TensorInfo& tensor : checkpoint_.tensors()) {
       if (used_.contains(tensor.name)) continue;
@@ -135,6 +137,7 @@ class CheckpointSource final : public TensorSource {
   const Checkpoint& checkpoint_;
   Family family_;
   TensorNames names_;
+  bool reads_divisors_ = false;
   std::unordered_set<std::string> used_;
   std::vector<std::string> ignored_;
 };
@@ -276,7 +279,7 @@ std::unique_ptr<ModelWeights> collect_weights(TensorSource& source, const ModelC
 }
 
 std::unique_ptr<ModelWeights> load_weights(const Checkpoint& checkpoint, const ModelConfig& config) {
-  CheckpointSource source(checkpoint, config.family);
+  CheckpointSource source(checkpoint, config);
   std::unique_ptr<ModelWeights> weights = collect_weights(source, config);
   weights->ignored = source.take_ignored();
   return weights;

@@ -169,7 +169,17 @@ class ConfigMetadata final : public Metadata {
   // The value at a dotted path; null when absent or JSON null. A key that itself holds dots is found too.
   const OrderedJson* find(std::string_view path) const {
     const OrderedJson* value = find(root_, path);
+    if (value == nullptr) refuse_parents(path);
     return value == nullptr || value->is_null() ? nullptr : value;
+  }
+
+  // A key is absent when an object on its way lacks it, not when something else stands where an object should.
+  void refuse_parents(std::string_view path) const {
+    for (size_t dot = path.find('.'); dot != path.npos; dot = path.find('.', dot + 1)) {
+      const OrderedJson* parent = find(root_, path.substr(0, dot));
+      if (parent != nullptr && !parent->is_null() && !parent->is_object())
+        wrong_type(path.substr(0, dot), *parent, "an object");
+    }
   }
 
   static const OrderedJson* find(const OrderedJson& object, std::string_view path) {
