@@ -56,7 +56,8 @@ if wants bench; then
 fi
 if wants ops; then
   step "ops of a step" 60 h200-ops.md "$build/beryl" bench --synthetic $model --device cuda -d 4096 -r 5 --ops
-  step "weight streams" 120 h200-matvec.txt "$build/matvec_bench"
+  step "weight streams, checked" 120 h200-matvec-check.txt "$build/matvec_bench" check
+  step "weight streams" 120 h200-matvec.txt "$build/matvec_bench" chain fp4_g128
 fi
 if wants counters; then
   step "hardware counters" 200 gpu-counters.txt ncu --clock-control none --set basic --launch-skip 400 --launch-count 12 \

@@ -1,8 +1,8 @@
 // The decode weight stream of Gemma 4 12B as a graph of kernels, and what it is worth: a program of its own.
 //
 //   matvec_bench check            every format and number of rows against double precision; bits that must not change
-//   matvec_bench chain [format]   the chain of one token, whole and by shape, beside pure reads of the same bytes at
-//   the same place matvec_bench profile          each of the five shapes a few times, for a profiler
+//   matvec_bench chain [format]   the chain of one token, whole and by shape, beside pure reads of the same bytes
+//   matvec_bench profile          each of the five shapes a few times, for a profiler
 //
 // The chain: 48 layers of qkv, o, gate|up, down, each depending on the one before, with all norms, then the FP8 head.
 // For one row the residual sums are in it too (AddNorm within the next matvec, "fused"); for more rows they are left

@@ -57,7 +57,10 @@ class ConfigMetadata final : public Metadata {
     if (!root_.is_object()) bad(path, fmt::format("holds a JSON {}, expected an object", root_.type_name()));
   }
 
-  bool has(std::string_view key) const override { return find(key) != nullptr; }
+  bool has(std::string_view key) const override {
+    const OrderedJson* value = find(root_, key);
+    return value != nullptr && !value->is_null();
+  }
 
   std::optional<int64_t> integer(std::string_view key) const override {
     const OrderedJson* value = find(key);
