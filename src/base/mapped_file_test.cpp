@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -17,8 +18,9 @@ namespace {
 
 class MappedFileTest : public testing::Test {
  protected:
-  MappedFileTest() : folder_(std::filesystem::path(testing::TempDir()) / ("beryl_mapped_file_" + test_name())) {
-    std::filesystem::create_directories(folder_);
+  MappedFileTest() {
+    std::string pattern = std::filesystem::path(testing::TempDir()) / "beryl-mapped-file-XXXXXX";
+    folder_ = ::mkdtemp(pattern.data());   // its own: a run that was killed leaves its files behind
   }
   ~MappedFileTest() override { std::filesystem::remove_all(folder_); }
 
@@ -29,7 +31,6 @@ class MappedFileTest : public testing::Test {
     std::fclose(file);
     return path;
   }
-  static std::string test_name() { return testing::UnitTest::GetInstance()->current_test_info()->name(); }
   static std::string error_of(const std::string& path) {
     try {
       const MappedFile file(path);
