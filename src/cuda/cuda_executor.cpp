@@ -251,7 +251,7 @@ void CudaExecutor::write_rows(int slot, int64_t row_begin, int64_t n_rows, const
   synchronize();
 }
 
-int64_t CudaExecutor::element_bytes() const {
+int CudaExecutor::cache_element_bytes() const {
   switch (layout_.cache_element) {
     case CacheElement::kF32: return 4;
     case CacheElement::kBf16: return 2;
@@ -270,7 +270,7 @@ void CudaExecutor::copy_page(cudaMemcpyKind direction) {
   };
   copy(window_.values.data(),
        buffers_.as<std::byte>(keys ? layout_.keys[index] : layout_.values[index],
-                              cache_offset(window_.page, 0, 0, decl.n_kv_heads, decl.head_dim) * element_bytes()),
+                              cache_offset(window_.page, 0, 0, decl.n_kv_heads, decl.head_dim) * cache_element_bytes()),
        window_.values.size());
   if (layout_.cache_element == CacheElement::kFp8)
     copy(window_.scales.data(),
@@ -289,7 +289,7 @@ void CudaExecutor::open_page(int cache, CachePart part, int page) {
   window_.cache = cache;
   window_.part = part;
   window_.page = page;
-  window_.values.resize(rows * static_cast<size_t>(decl.head_dim) * static_cast<size_t>(element_bytes()));
+  window_.values.resize(rows * static_cast<size_t>(decl.head_dim) * static_cast<size_t>(cache_element_bytes()));
   window_.scales.assign(rows, 1.0f);
   copy_page(cudaMemcpyDeviceToHost);
 }

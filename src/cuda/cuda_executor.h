@@ -25,6 +25,7 @@ class CudaExecutor final : public Executor {
   void read_cache(int cache, CachePart part, int page, int row, float* out) override;
   void write_cache(int cache, CachePart part, int page, int row, const float* values) override;
   std::vector<Allocation> allocations() const override { return layout_.allocations; }
+  int cache_element_bytes() const override;
   std::vector<std::string> damaged_guards() override;
 
  private:
@@ -92,7 +93,6 @@ class CudaExecutor final : public Executor {
   T* input(int64_t offset) const {
     return buffers_.as<T>(layout_.inputs, offset);
   }
-  int64_t element_bytes() const;
 
   const Program program_;
   const StepLimits limits_;

@@ -377,8 +377,8 @@ void CudaExecutor::execute(const CopyPages&) {
       launch_copy_pages(context_, {input<int32_t>(layout_.copies_at), static_cast<int>(n_copies_), cache.group,
                                    buffers_.as<uint4>(buffer), page_bytes});
     };
-    copy(layout_.keys[i], page_rows * cache.head_dim * element_bytes());
-    copy(layout_.values[i], page_rows * cache.head_dim * element_bytes());
+    copy(layout_.keys[i], page_rows * cache.head_dim * cache_element_bytes());
+    copy(layout_.values[i], page_rows * cache.head_dim * cache_element_bytes());
     copy(layout_.key_scales[i], page_rows * 4);
     copy(layout_.value_scales[i], page_rows * 4);
   }

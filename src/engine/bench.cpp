@@ -126,9 +126,9 @@ StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, Cac
   }
   StepTiming timing;
   timing.step_microseconds = median_of(step_times) * 1e6;
-  constexpr int kCacheBytes = 4;   // the host backends' f32
   for (size_t op = 0; op < n_ops; ++op)
-    timing.ops.push_back({op, median_of(op_times[op]) * 1e6, bytes_moved(program.ops[op], program, {1, 1, depth}, kCacheBytes)});
+    timing.ops.push_back({op, median_of(op_times[op]) * 1e6,
+                          bytes_moved(program.ops[op], program, {1, 1, depth}, executor.cache_element_bytes())});
   return timing;
 }
 

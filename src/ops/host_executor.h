@@ -108,6 +108,7 @@ class HostExecutor : public Executor {
     for (int64_t i = 0; i < cache_row_values(cache); ++i) to[i] = static_cast<Real>(values[i]);
   }
   std::vector<Allocation> allocations() const override { return plan_; }
+  int cache_element_bytes() const override { return sizeof(Real); }
   std::vector<std::string> damaged_guards() override {
     std::vector<std::string> labels;
     const auto look = [&](const GuardedBuffer& buffer) {

@@ -154,6 +154,7 @@ class FaultyExecutor final : public Executor {
     inner_->write_cache(cache, part, page, row, values);
   }
   std::vector<Allocation> allocations() const override { return inner_->allocations(); }
+  int cache_element_bytes() const override { return inner_->cache_element_bytes(); }
   std::vector<std::string> damaged_guards() override {
     return fault_.damages_guard ? std::vector<std::string>{"a buffer"} : inner_->damaged_guards();
   }
