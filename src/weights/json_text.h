@@ -60,6 +60,8 @@ Json parse_json(const std::string& name, std::string_view text, size_t max_keys 
     }
     return true;
   };
+  if (text.empty())   // versions of the parser say it in different words
+    throw Error(ErrorCode::kBadInput, fmt::format("{}: not valid JSON: unexpected end of input, it is empty", name));
   try {
     return Json::parse(text.begin(), text.end(), watch);
   } catch (const nlohmann::json::exception& exception) {
