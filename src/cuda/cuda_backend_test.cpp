@@ -38,18 +38,6 @@ Backend& reference() {
   return *backend;
 }
 
-// Operands of products are pairs of bf16 or integers of 16 bits relative to the largest of their group; sums are f32.
-CaseOptions options(CacheType cache_type) {
-  CaseOptions options;
-  options.cache_type = cache_type;
-  options.tolerance.activation_roundoff = 0x1p-16;
-  options.tolerance.operand_fixed_point = 0x1p-16;
-  options.tolerance.weight_roundoff = 0x1p-17;
-  options.tolerance.cache_roundoff = cache_type == CacheType::kF32 ? 0x1p-24 : cache_type == CacheType::kFp8 ? 0x1p-4 : 0x1p-8;
-  options.independent_rows = 64;
-  return options;
-}
-
 class CudaOps : public testing::TestWithParam<size_t> {
  protected:
   void SetUp() override {
@@ -57,7 +45,7 @@ class CudaOps : public testing::TestWithParam<size_t> {
   }
   void run(CacheType cache_type) {
     const OpCase& op_case = cases()[GetParam()];
-    const CaseResult result = run_case(op_case, gpu(), reference(), options(cache_type));
+    const CaseResult result = run_case(op_case, gpu(), reference(), options_for("cuda", cache_type));
     EXPECT_TRUE(result.passed) << op_case.name << ": " << result.message;
     RecordProperty("worst", std::to_string(result.worst));
   }

@@ -12,8 +12,8 @@ namespace beryl {
 
 inline constexpr int kPageTokens = 64;   // positions a cache page holds
 
-// What a buffer of activations is for; a backend chooses the element type by it (reference: double; CPU: f32;
-// CUDA: f32 for kResidual and kLogits, bf16 for kActivation).
+// What a buffer of activations is for; a backend may choose the element type by it (reference: double for all; CPU and
+// CUDA: f32 for all).
 enum class RowsKind : uint8_t { kResidual, kActivation, kLogits };
 enum class RowCount : uint8_t { kTokens, kOutputs };
 
