@@ -18,5 +18,6 @@ Command add_tokenize_command(CLI::App& program);
 Command add_trace_command(CLI::App& program);
 Command add_bench_command(CLI::App& program);
 Command add_verify_command(CLI::App& program);
+Command add_quantize_command(CLI::App& program);
 
 }  // namespace beryl::cli

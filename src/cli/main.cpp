@@ -33,6 +33,7 @@ Commands:
   trace       write what a model computes to a file, to compare engines
   bench       measure how fast a model runs
   verify      prove a backend on this machine against double precision
+  quantize    write a model in other weight formats
 
 Examples:
   beryl run model.gguf                                a conversation
@@ -87,7 +88,7 @@ int run_program(int argc, char** argv) {
   const std::vector<Command> commands = {add_run_command(program), add_inspect_command(program),
                                          add_tokenize_command(program), add_trace_command(program),
                                          add_bench_command(program),
-                                         add_verify_command(program)};
+                                         add_verify_command(program), add_quantize_command(program)};
   if (argc <= 1 || (argc == 2 && std::string_view(argv[1]) == "help")) {
     write_output(kHelp);
     return 0;

@@ -21,6 +21,8 @@ class TensorNames {
  public:
   // Looks at which prefix a Hugging Face checkpoint uses.
   explicit TensorNames(const Checkpoint& checkpoint);
+  // Of a model that is to be written: in a folder, with the prefix of models without vision.
+  explicit TensorNames(Container container) : container_(container), prefix_("model.") {}
   // `family` matters for one name: Llama calls the norm before the feed-forward post_attention_layernorm.
   std::string of(Role role, int layer = -1, Family family = Family::kGemma4) const;
 

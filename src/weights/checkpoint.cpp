@@ -65,6 +65,14 @@ const TensorInfo* gguf_scale_of(const Checkpoint& checkpoint, const TensorInfo& 
   return scale != nullptr && count_of(*scale) == 1 ? scale : nullptr;
 }
 
+// Our own files' "NAME_scale" beside a block-quantised NAME: one number that multiplies the whole tensor (NVFP4's).
+const TensorInfo* own_scale_of(const Checkpoint& checkpoint, const TensorInfo& tensor) {
+  const FormatInfo& format = info(tensor.format);
+  if (format.block_weights == 1 || format.scale_group >= 0) return nullptr;
+  const TensorInfo* scale = checkpoint.find(tensor.name + std::string(kScaleSuffix));
+  return scale != nullptr && count_of(*scale) == 1 ? scale : nullptr;
+}
+
 const TensorInfo* scale_plane_of(const Checkpoint& checkpoint, const TensorInfo& tensor) {
   if (info(tensor.format).scale_group < 0) return nullptr;
   return checkpoint.find(tensor.name + std::string(kScaleSuffix));
@@ -112,7 +120,12 @@ std::unique_ptr<Checkpoint> open_checkpoint(const std::string& path) {
   const auto status = std::filesystem::status(path, failure);
   if (!std::filesystem::exists(status))
     throw Error(ErrorCode::kIo, fmt::format("{}: cannot open: {}", path, failure.message()));
-  if (std::filesystem::is_directory(status)) return open_hugging_face(path);
+  if (std::filesystem::is_directory(status)) {
+    const std::filesystem::path folder = path;
+    const bool of_gguf = std::filesystem::exists(folder / kGgufMetadataFile, failure) &&
+                         !std::filesystem::exists(folder / "config.json", failure);
+    return of_gguf ? open_gguf_folder(path) : open_hugging_face(path);
+  }
   if (path.ends_with(".safetensors"))
     throw Error(ErrorCode::kBadInput,
                 fmt::format("{}: give the folder with config.json, not the safetensors file", path));
@@ -156,12 +169,13 @@ HostMatrix matrix_of(const Checkpoint& checkpoint, const TensorInfo& tensor) {
       attach_fp8_scales(checkpoint, *scale, matrix);
     }
   }
-  if (const TensorInfo* scale = gguf_scale_of(checkpoint, tensor)) {
+  for (const TensorInfo* scale : {gguf_scale_of(checkpoint, tensor), own_scale_of(checkpoint, tensor)}) {
+    if (scale == nullptr) continue;
     const float value = is_float(scale->format) ? float_at(*scale, 0) : NAN;
     if (!std::isfinite(value))
       bad(checkpoint, fmt::format("tensor {} is {} {}, expected one finite float", quote(scale->name),
                                   info(scale->format).name, value));
-    matrix.tensor_scale = value;
+    matrix.tensor_scale *= value;
   }
   return matrix;
 }
@@ -173,6 +187,7 @@ std::vector<std::string> companions_of(const Checkpoint& checkpoint, const Tenso
   };
   add(scale_plane_of(checkpoint, tensor));
   add(gguf_scale_of(checkpoint, tensor));
+  add(own_scale_of(checkpoint, tensor));
   constexpr std::string_view kWeight = ".weight";
   if (tensor.name.ends_with(kWeight)) {
     // Scales for quantised activations, which beryl does not use: activations stay wide.

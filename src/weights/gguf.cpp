@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "base/mapped_file.h"
 #include "weights/quote.h"
+#include "weights/safetensors.h"
 
 namespace beryl {
 
@@ -643,8 +644,61 @@ class GgufCheckpoint final : public Checkpoint {
   std::vector<std::string> warnings_;
 };
 
+// Metadata from one file, tensors from another.
+class GgufFolderCheckpoint final : public Checkpoint {
+ public:
+  explicit GgufFolderCheckpoint(const std::string& folder)
+      : folder_(folder),
+        metadata_(read_gguf(folder + "/" + kGgufMetadataFile)),
+        tensors_(folder + "/model.safetensors") {
+    if (!metadata_->tensors.empty())
+      bad(metadata_->mapped.path(), fmt::format("holds {} tensors, expected none: they lie in model.safetensors",
+                                                metadata_->tensors.size()));
+  }
+
+  const std::string& path() const override { return folder_; }
+  Container container() const override { return Container::kGguf; }
+  const Metadata& metadata() const override { return metadata_->metadata; }
+  std::span<const TensorInfo> tensors() const override { return tensors_.tensors(); }
+  const TensorInfo* find(std::string_view name) const override { return tensors_.find(name); }
+  std::span<const std::string> warnings() const override { return {}; }
+
+ private:
+  const std::string folder_;
+  std::unique_ptr<GgufFile> metadata_;
+  SafetensorsFile tensors_;
+};
+
 }  // namespace
 
 std::unique_ptr<Checkpoint> open_gguf(const std::string& path) { return std::make_unique<GgufCheckpoint>(path); }
+
+std::unique_ptr<Checkpoint> open_gguf_folder(const std::string& folder) {
+  return std::make_unique<GgufFolderCheckpoint>(folder);
+}
+
+std::string gguf_metadata_alone(const std::string& path) {
+  const std::unique_ptr<GgufFile> file = read_gguf(path);   // checks all that is read again below
+  Cursor cursor(path, file->mapped.bytes());
+  cursor.take(4 + sizeof(uint32_t) + sizeof(uint64_t), [] { return "the header"; });
+  const auto n_fields = cursor.read<uint64_t>([] { return "n_kv"; });
+  std::string fields;
+  uint64_t n_kept = 0;
+  for (uint64_t i = 0; i < n_fields; ++i) {
+    const std::byte* begin = cursor.here();
+    const Field field = read_field(cursor, i);
+    if (field.key.starts_with("split.") || field.key == "general.file_type") continue;
+    fields += text_at(begin, static_cast<uint64_t>(cursor.here() - begin));
+    ++n_kept;
+  }
+  constexpr uint32_t kVersion = 3;   // its metadata lie as version 2's do
+  constexpr uint64_t kNoTensors = 0;
+  std::string bytes = "GGUF";
+  const auto put = [&](const auto& number) { bytes.append(reinterpret_cast<const char*>(&number), sizeof(number)); };
+  put(kVersion);
+  put(kNoTensors);
+  put(n_kept);
+  return bytes + fields;
+}
 
 }  // namespace beryl

@@ -21,4 +21,13 @@ inline constexpr int64_t kMaxGgufBlocks = 512;            // "ARCH.block_count"
 // that beryl does not know, Error(kIo) when the file cannot be read.
 std::unique_ptr<Checkpoint> open_gguf(const std::string& path);
 
+// A model folder that beryl quantize made of a GGUF file: the source's metadata in kGgufMetadataFile, the tensors under
+// their GGUF names in model.safetensors. As a checkpoint it is a GGUF one. Throws like open_gguf.
+inline constexpr const char* kGgufMetadataFile = "metadata.gguf";
+std::unique_ptr<Checkpoint> open_gguf_folder(const std::string& folder);
+
+// The bytes of a GGUF file without tensors that has the metadata of this one, value by value as they lie there, except
+// what is said of the tensors ("general.file_type") and of the file ("split.*").
+std::string gguf_metadata_alone(const std::string& path);
+
 }  // namespace beryl
