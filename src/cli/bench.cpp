@@ -1,8 +1,13 @@
 // beryl bench: how fast a model runs, in llama-bench's terms, and where the time of a token goes.
 #include <algorithm>
 #include <ctime>
+#include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include <fmt/chrono.h>
@@ -11,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "build_commit.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/device.h"
@@ -19,6 +25,7 @@
 #include "model/memory_plan.h"
 #include "model/model.h"
 #include "model/synthetic.h"
+#include "weights/quote.h"
 
 namespace beryl::cli {
 namespace {
@@ -29,71 +36,142 @@ constexpr int64_t kMaxStreams = 1024;
 struct BenchOptions {
   std::string model;
   std::string synthetic;
-  std::string format = "fp4_g128";
-  std::string head = "fp8";
+  std::string formats = "fp4_g128";
+  std::string heads = "fp8";
   DeviceOptions device;
   std::vector<int64_t> prompts = {512};
   std::vector<int64_t> gens = {128};
   std::vector<int64_t> depths = {0};
   std::vector<int64_t> streams = {1};
   std::vector<int64_t> allocated = {0};
-  std::string cache = "default";
+  std::vector<std::string> caches = {"default"};
   int64_t chunk_tokens = 512;
   int64_t n_repetitions = 5;
   std::string output = "md";
   bool ops = false;
 };
 
-Format format_option(const char* option, const std::string& name) {
-  const std::optional<Format> format = format_by_name(name);
-  if (!format || *format == Format::kI32 || *format == Format::kI64 || *format == Format::kU8)
-    throw UsageError(fmt::format("{}: '{}' is no weight format; fp4_g128, q4_0, q4_k, q8_0, fp8, bf16 are some", option, name));
-  return *format;
+std::vector<Format> format_list(const char* option, const std::string& names) {
+  std::vector<Format> formats;
+  for (const std::string& name : split_list(names)) {
+    const std::optional<Format> format = format_by_name(name);
+    if (!format || *format == Format::kI32 || *format == Format::kI64 || *format == Format::kU8)
+      throw UsageError(fmt::format("{}: {} is no weight format; fp4_g128, q4_0, q4_k, q8_0, fp8, bf16 are some", option, quote(name)));
+    formats.push_back(*format);
+  }
+  return formats;
 }
 
-std::string test_name(const BenchCase& what) {
+// Each of --format with the one of --head at its place; one head serves all.
+std::vector<SyntheticFormats> synthetic_formats(const BenchOptions& options) {
+  const std::vector<Format> layers = format_list("--format", options.formats), heads = format_list("--head", options.heads);
+  if (heads.size() != 1 && heads.size() != layers.size())
+    throw UsageError(fmt::format("--head names {} formats, --format {}: one for all or one for each was expected", heads.size(),
+                                 layers.size()));
+  std::vector<SyntheticFormats> all;
+  for (size_t i = 0; i < layers.size(); ++i) all.push_back({layers[i], heads[heads.size() == 1 ? 0 : i]});
+  return all;
+}
+
+// All that is measured on one load of the weights. The cross product of the lists, in llama-bench's order.
+std::vector<BenchCase> bench_cases(const BenchOptions& options) {
+  std::vector<BenchCase> cases;
+  for (int64_t streams : options.streams)
+    for (int64_t depth : options.depths) {
+      for (int64_t n : options.prompts)
+        if (n > 0) cases.push_back({n, 0, depth, static_cast<int>(streams)});
+      for (int64_t n : options.gens)
+        if (n > 0) cases.push_back({0, n, depth, static_cast<int>(streams)});
+    }
+  if (cases.empty()) throw UsageError("nothing to measure: -p and -n are both 0");
+  return cases;
+}
+
+std::string test_name(const BenchResult& result, bool with_allocation) {
+  const BenchCase& what = result.what;
   std::string name = what.n_prompt > 0 ? fmt::format("pp{}", what.n_prompt) : fmt::format("tg{}", what.n_gen);
   if (what.n_depth > 0) name += fmt::format(" @ d{}", what.n_depth);
   if (what.n_streams > 1) name += fmt::format(" x{}", what.n_streams);
-  if (what.allocated > 0) name += fmt::format(" of {}", what.allocated);
+  if (with_allocation) name += fmt::format(" of {}", result.n_allocated);
   return name;
 }
 
-// llama-bench's field names, so that its readers read this too.
-nlohmann::json to_json(const BenchResult& result, const Model& model, const Backend& backend, const BenchOptions& options) {
-  int64_t bytes = 0, parameters = 0;
+std::string processor_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("model name")) {
+      const size_t colon = line.find(": ");
+      return colon == std::string::npos ? std::string() : line.substr(colon + 2);
+    }
+  return {};
+}
+
+// What is the same for all results of a load.
+struct BenchSubject {
+  std::string file;
+  std::string type;
+  int64_t weight_bytes = 0;
+  int64_t n_parameters = 0;
+};
+
+BenchSubject describe_subject(const Model& model, const BenchOptions& options, const SyntheticFormats* formats) {
+  BenchSubject subject;
+  subject.file = options.model;
+  subject.type = formats == nullptr ? model.config.name
+                                    : fmt::format("{} {} head {}", options.synthetic, info(formats->layers).name,
+                                                  info(formats->head).name);
   for (const WeightMatrix& matrix : model.weights->set.matrices) {
-    bytes += matrix.bytes();
-    parameters += matrix.rows() * matrix.cols() * matrix.stack();
+    subject.weight_bytes += matrix.bytes();
+    subject.n_parameters += matrix.rows() * matrix.cols() * matrix.stack();
   }
+  return subject;
+}
+
+// llama-bench's field names, so that its readers read this too; n_streams, n_allocated, median_ts and build_version are ours.
+nlohmann::ordered_json to_json(const BenchResult& result, const BenchSubject& subject, const Backend& backend, std::string_view cache,
+                               const BenchOptions& options) {
+  const std::vector<double> speeds = result.tokens_per_second();
   std::vector<int64_t> nanoseconds;
-  const auto tokens = static_cast<double>((result.what.n_prompt + result.what.n_gen) * result.what.n_streams);
-  for (double speed : result.tokens_per_second) nanoseconds.push_back(static_cast<int64_t>(tokens / speed * 1e9));
-  return {{"backends", backend.name()},
-          {"model_filename", options.model},
-          {"model_type", options.synthetic.empty() ? model.config.name
-                                                   : fmt::format("{} {} head {}", options.synthetic, options.format, options.head)},
-          {"model_size", bytes},
-          {"model_n_params", parameters},
+  for (double seconds : result.seconds) nanoseconds.push_back(static_cast<int64_t>(seconds * 1e9));
+  return {{"build_commit", kBuildCommit},
+          {"build_version", BERYL_VERSION},
+          {"cpu_info", processor_name()},
+          {"gpu_info", backend.device_name()},
+          {"backends", backend.name()},
+          {"model_filename", subject.file},
+          {"model_type", subject.type},
+          {"model_size", subject.weight_bytes},
+          {"model_n_params", subject.n_parameters},
           {"n_batch", options.chunk_tokens},
-          {"n_threads", options.device.n_threads},
-          {"type_k", options.cache},
-          {"type_v", options.cache},
+          {"n_ubatch", options.chunk_tokens},
+          {"n_threads", options.device.n_threads > 0 ? options.device.n_threads : int64_t{std::thread::hardware_concurrency()}},
+          {"type_k", cache},
+          {"type_v", cache},
           {"n_prompt", result.what.n_prompt},
           {"n_gen", result.what.n_gen},
           {"n_depth", result.what.n_depth},
           {"n_streams", result.what.n_streams},
-          {"n_allocated", result.what.allocated},
+          {"n_allocated", result.n_allocated},
           {"test_time", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)))},
-          {"avg_ts", result.mean()},
-          {"stddev_ts", result.standard_deviation()},
-          {"median_ts", result.median()},
-          {"samples_ts", result.tokens_per_second},
-          {"samples_ns", nanoseconds}};
+          {"avg_ns", static_cast<int64_t>(mean(result.seconds) * 1e9)},
+          {"stddev_ns", static_cast<int64_t>(standard_deviation(result.seconds) * 1e9)},
+          {"avg_ts", mean(speeds)},
+          {"stddev_ts", standard_deviation(speeds)},
+          {"median_ts", median(speeds)},
+          {"samples_ns", nanoseconds},
+          {"samples_ts", speeds}};
 }
 
-void print_ops(const Model& model, Backend& backend, const BenchOptions& options, int64_t depth) {
-  const StepTiming timing = time_ops(model.program, backend, depth, cache_type_by_name(options.cache), static_cast<int>(options.n_repetitions));
+const char* cache_words(int element_bytes) {
+  switch (element_bytes) {
+    case 1: return "fp8";
+    case 2: return "bf16";
+    default: return "f32";
+  }
+}
+
+void print_ops(const Model& model, Backend& backend, const BenchOptions& options, CacheType cache, int64_t depth) {
+  const StepTiming timing = time_ops(model.program, backend, depth, cache, static_cast<int>(options.n_repetitions));
   std::string text = fmt::format("| op | layer | us | MB | GB/s |\n|---|---:|---:|---:|---:|\n");
   double sum = 0;
   for (const OpTiming& op : timing.ops) {
@@ -106,43 +184,70 @@ void print_ops(const Model& model, Backend& backend, const BenchOptions& options
   write_output(text);
 }
 
-int bench(const BenchOptions& options) {
-  if (options.model.empty() == options.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
-  const std::unique_ptr<Backend> backend = make_backend(options.device);
-  const Model model = options.synthetic.empty()
-                          ? open_model(options.model)
-                          : make_synthetic_model(options.synthetic,
-                                                 {format_option("--format", options.format), format_option("--head", options.head)}, 1, true);
-  if (options.ops) {
-    for (int64_t depth : options.depths) print_ops(model, *backend, options, depth);
+class Bench {
+ public:
+  explicit Bench(const BenchOptions& options) : options_(options) {}
+
+  int run() {
+    if (options_.model.empty() == options_.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
+    std::vector<SyntheticFormats> formats = {{}};
+    if (!options_.synthetic.empty()) formats = synthetic_formats(options_);
+    if (!options_.ops) cases_ = bench_cases(options_);
+    if (!options_.synthetic.empty()) synthetic_config(options_.synthetic);   // an unknown name is said before a device is opened
+    backend_ = make_backend(options_.device);
+    for (SyntheticFormats& each : formats) {
+      // Devices with memory of their own take a copy of each matrix.
+      each.separate = !backend_->memory();
+      const bool synthetic = !options_.synthetic.empty();
+      const Model model = synthetic ? make_synthetic_model(options_.synthetic, each, 1, true) : open_model(options_.model);
+      const BenchSubject subject = describe_subject(model, options_, synthetic ? &each : nullptr);
+      for (const std::string& cache : options_.caches) measure(model, subject, cache_type_by_name(cache));
+    }
+    if (options_.output == "json") write_output(all_.dump(2) + "\n");
     return 0;
   }
-  std::vector<BenchCase> cases;
-  for (int64_t depth : options.depths)
-    for (int64_t streams : options.streams)
-      for (int64_t allocated : options.allocated) {
-        for (int64_t n : options.prompts)
-          if (n > 0) cases.push_back({n, 0, depth, static_cast<int>(streams), allocated});
-        for (int64_t n : options.gens)
-          if (n > 0) cases.push_back({0, n, depth, static_cast<int>(streams), allocated});
-      }
-  if (cases.empty()) throw UsageError("nothing to measure: -p and -n are both 0");
 
-  nlohmann::json all = nlohmann::json::array();
-  if (options.output == "md") write_output("| test | t/s | sd | median |\n|---|---:|---:|---:|\n");
-  for (const BenchCase& what : cases) {
-    const BenchResult result = run_bench_case(model.program, *backend, what, static_cast<int>(options.chunk_tokens),
-                                              cache_type_by_name(options.cache), static_cast<int>(options.n_repetitions));
-    if (options.output == "md") {
-      write_output(fmt::format("| {} | {:.2f} | {:.2f} | {:.2f} |\n", test_name(what), result.mean(), result.standard_deviation(),
-                               result.median()));
-    } else {
-      all.push_back(to_json(result, model, *backend, options));
+ private:
+  void measure(const Model& model, const BenchSubject& subject, CacheType cache) {
+    if (options_.ops) {
+      for (int64_t depth : options_.depths)
+        load_on(options_.device, backend_, [&](Backend& backend) { print_ops(model, backend, options_, cache, depth); });
+      return;
+    }
+    for (int64_t allocated : options_.allocated) {
+      const auto make = [&](Backend& backend) {
+        return std::make_unique<BenchRunner>(model.program, backend, cases_, allocated, static_cast<int>(options_.chunk_tokens), cache);
+      };
+      // A table half of one device and half of another would mislead.
+      const std::unique_ptr<BenchRunner> runner = n_results_ == 0 ? load_on(options_.device, backend_, make) : make(*backend_);
+      for (const BenchCase& what : cases_)
+        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(runner->cache_element_bytes()));
     }
   }
-  if (options.output == "json") write_output(all.dump(2) + "\n");
-  return 0;
-}
+
+  void report(const BenchResult& result, const BenchSubject& subject, std::string_view cache) {
+    const bool first = n_results_++ == 0;
+    if (options_.output == "md") {
+      if (first) write_output("| model | cache | test | t/s | sd | median |\n|---|---|---|---:|---:|---:|\n");
+      const std::vector<double> speeds = result.tokens_per_second();
+      const bool with_allocation = options_.allocated.size() > 1 || options_.allocated.front() > 0;
+      write_output(fmt::format("| {} | {} | {} | {:.2f} | {:.2f} | {:.2f} |\n", subject.type, cache, test_name(result, with_allocation),
+                               mean(speeds), standard_deviation(speeds), median(speeds)));
+      return;
+    }
+    nlohmann::ordered_json line = to_json(result, subject, *backend_, cache, options_);
+    if (options_.output == "jsonl")
+      write_output(line.dump() + "\n");
+    else
+      all_.push_back(std::move(line));
+  }
+
+  const BenchOptions& options_;
+  std::vector<BenchCase> cases_;
+  std::unique_ptr<Backend> backend_;
+  nlohmann::ordered_json all_ = nlohmann::ordered_json::array();
+  int n_results_ = 0;
+};
 
 }  // namespace
 
@@ -152,25 +257,34 @@ Command add_bench_command(CLI::App& program) {
   app->add_option("MODEL", options->model, "a GGUF file or a Hugging Face folder")->type_name("");
   app->add_option("--synthetic", options->synthetic, "instead of MODEL: random weights in the true shapes of " +
                                                          fmt::format("{}", fmt::join(synthetic_names(), ", ")))->type_name("NAME");
-  app->add_option("--format", options->format, "synthetic: format of the layers' weights")->type_name("FORMAT")->capture_default_str();
-  app->add_option("--head", options->head, "synthetic: format of embedding and head")->type_name("FORMAT")->capture_default_str();
+  app->add_option("--format", options->formats, "synthetic: formats of the layers' weights, with commas")
+      ->type_name("FORMAT,...")
+      ->capture_default_str();
+  app->add_option("--head", options->heads, "synthetic: format of embedding and head, one for all of --format or one for each")
+      ->type_name("FORMAT,...")
+      ->capture_default_str();
   add_device_options(*app, options->device);
   add_integers(*app, "-p", options->prompts, 0, kMaxPositions, "prompt lengths; 0: none");
   add_integers(*app, "-n", options->gens, 0, kMaxPositions, "tokens to decode; 0: none");
   add_integers(*app, "-d", options->depths, 0, kMaxPositions, "positions already in the cache");
   add_integers(*app, "-b", options->streams, 1, kMaxStreams, "sequences at once");
-  add_integers(*app, "--allocate", options->allocated, 0, kMaxPositions, "positions the cache is made for; 0: as many as needed");
-  add_choice(*app, "--cache", options->cache, {"default", "f32", "bf16", "fp8"}, "element type of the cache");
+  add_integers(*app, "--allocate", options->allocated, 0, kMaxPositions,
+               "positions the cache is made for; 0: as many as the longest case needs");
+  add_choices(*app, "--cache", options->caches, {"default", "f32", "bf16", "fp8"}, "element types of the cache");
   add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 20, "rows of a prefill step");
-  add_integer(*app, "-r", options->n_repetitions, 1, 10000, "repetitions, after one that is not counted");
-  add_choice(*app, "-o", options->output, {"md", "json"}, "output: a Markdown table, or JSON with llama-bench's field names");
+  add_integer(*app, "-r", options->n_repetitions, 1, 10000, "repetitions, after one or two that are not counted");
+  add_choice(*app, "-o", options->output, {"md", "json", "jsonl"},
+             "output: a Markdown table, or JSON (jsonl: a line a result, as it comes) with llama-bench's field names");
   app->add_flag("--ops", options->ops, "time each op of a decode step at each depth of -d");
   app->footer(
       "Examples:\n"
       "  beryl bench model.gguf\n"
       "  beryl bench model.gguf -p 0 -n 64 -d 0,4096 -o json\n"
-      "  beryl bench --synthetic gemma4-12b --format q4_0 -b 1,4");
-  return {app, [options] { return bench(*options); }};
+      "  beryl bench --synthetic gemma4-12b --format q4_0 -b 1,4\n"
+      "  beryl bench --synthetic gemma4-12b --format fp4_g128,q4_0 --head fp8,q8_0 --cache bf16,fp8 -o jsonl\n"
+      "\n"
+      "Every combination of the lists is measured; the weights are loaded once for each format, cache and --allocate.");
+  return {app, [options] { return Bench(*options).run(); }};
 }
 
 }  // namespace beryl::cli

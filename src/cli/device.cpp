@@ -1,5 +1,8 @@
 #include "cli/device.h"
 
+#include <cstdlib>
+#include <string_view>
+
 #include <fmt/format.h>
 
 #include "base/error.h"
@@ -11,6 +14,17 @@
 #endif
 
 namespace beryl::cli {
+namespace {
+
+#ifdef BERYL_HAS_CUDA
+// Whoever hides the GPUs from a program needs not be told that it sees none.
+bool hides_gpus() {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return visible != nullptr && (*visible == '\0' || std::string_view(visible) == "-1");
+}
+#endif
+
+}  // namespace
 
 void add_device_options(CLI::App& app, DeviceOptions& options, const std::string& heading) {
   add_choice(app, "--device", options.name, {"auto", "cpu", "reference", "cuda"},
@@ -26,20 +40,26 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   if (options.name == "cpu") return make_cpu_backend(n_threads);
 #ifdef BERYL_HAS_CUDA
   if (options.name == "cuda") return make_cuda_backend(0);
-  if (cuda_device_count() > 0) {
-    try {
-      return make_cuda_backend(0);
-    } catch (const Error& error) {
-      // Too old, or held by another process. What auto promises is to run anyway.
-      if (error.code != ErrorCode::kDevice && error.code != ErrorCode::kUnsupported) throw;
-      print_warning(fmt::format("the GPU is not used, but the CPU: {}", error.what()));
-    }
+  // What auto promises is to run anyway.
+  try {
+    return make_cuda_backend(0);
+  } catch (const AbsentGpu& error) {
+    if (!hides_gpus()) print_note(fmt::format("{}, so the CPU is used", error.what()));
+  } catch (const Error& error) {
+    print_warning(fmt::format("the CPU is used, because {}", error.what()));
   }
 #else
   if (options.name == "cuda")
     throw Error(ErrorCode::kUnsupported, "this build has no CUDA backend: install the CUDA toolkit and build again");
 #endif
   return make_cpu_backend(n_threads);
+}
+
+bool falls_back_to_cpu(const DeviceOptions& options, std::unique_ptr<Backend>& backend, const Error& error) {
+  if (options.name != "auto" || !backend->memory() || error.code != ErrorCode::kOutOfMemory) return false;
+  print_warning(fmt::format("the CPU is used, because {}", error.what()));
+  backend = make_cpu_backend(static_cast<int>(options.n_threads));
+  return true;
 }
 
 CacheType cache_type_by_name(const std::string& name) {

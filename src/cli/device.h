@@ -7,6 +7,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "base/error.h"
 #include "ops/backend.h"
 
 namespace beryl::cli {
@@ -19,9 +20,24 @@ struct DeviceOptions {
 // --device and --threads, under this heading of the help.
 void add_device_options(CLI::App& app, DeviceOptions& options, const std::string& heading = "Options");
 
-// auto: the GPU where this build and this machine have one, else the CPU. Throws Error(kUnsupported or kDevice) when a
-// device asked for by name is not there.
+// auto: the GPU where this build and this machine have one that can be used, else the CPU and a line that says why. Throws
+// Error(kUnsupported, kDevice or kOutOfMemory) when a device asked for by name is not there or cannot be used.
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options);
+
+// For `error`, thrown while a model was loaded. Where auto took the GPU and the model does not fit into its memory: a line of
+// warning, the CPU's backend in place of the GPU's, and true. Else false.
+bool falls_back_to_cpu(const DeviceOptions& options, std::unique_ptr<Backend>& backend, const Error& error);
+
+// load(*backend), once more after falling back.
+template <class Load>
+auto load_on(const DeviceOptions& options, std::unique_ptr<Backend>& backend, const Load& load) {
+  try {
+    return load(*backend);
+  } catch (const Error& error) {
+    if (!falls_back_to_cpu(options, backend, error)) throw;
+  }
+  return load(*backend);
+}
 
 // "f32", "bf16", "fp8", else the backend's own choice.
 CacheType cache_type_by_name(const std::string& name);

@@ -18,6 +18,7 @@
 #include "cli/recording_checkpoint.h"
 #include "model/build_step.h"
 #include "model/config.h"
+#include "engine/fit.h"
 #include "model/memory_plan.h"
 #include "model/weights.h"
 #include "text/chat_format.h"
@@ -312,6 +313,14 @@ class Inspection {
     const MemoryPlan plan = plan_memory(*program_, run, *backend);
     write_output(
         fmt::format("\nmemory on {} for a context of {}\n{}", backend->name(), run.context, to_text(plan, *program_)));
+    if (const std::optional<DeviceMemory> memory = backend->memory())
+      write_output(fmt::format("  {:<34}{:>10}  of {} on {}\n", "free", human_bytes(memory->free_bytes),
+                               human_bytes(memory->total_bytes), backend->device_name()));
+    try {
+      require_memory(*program_, run, *backend);
+    } catch (const Error& error) {
+      write_output(fmt::format("  {}\n", error.what()));   // an answer to what was asked, no failure
+    }
   }
 
   const InspectOptions& options_;

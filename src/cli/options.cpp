@@ -93,6 +93,29 @@ CLI::Option* add_choice(CLI::App& app, const std::string& names, std::string& va
                      });
 }
 
+CLI::Option* add_choices(CLI::App& app, const std::string& names, std::vector<std::string>& values,
+                         const std::vector<std::string>& choices, const std::string& help) {
+  const std::string expected = fmt::format("some of {} with commas", fmt::join(choices, ", "));
+  return add_checked(app, names, "NAME,...", fmt::format("{} (default: {})", help, fmt::join(values, ",")), expected,
+                     [&values, choices](const std::string& text) {
+                       std::vector<std::string> chosen = split_list(text);
+                       for (const std::string& name : chosen)
+                         if (std::find(choices.begin(), choices.end(), name) == choices.end()) return false;
+                       values = std::move(chosen);
+                       return true;
+                     });
+}
+
+std::vector<std::string> split_list(std::string_view text) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    parts.emplace_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
+
 CLI::Option* add_model(CLI::App& app, std::string& path) {
   return app
       .add_option_function<std::string>(

@@ -27,8 +27,14 @@ CLI::Option* add_real(CLI::App& app, const std::string& names, double& value, do
                       const std::string& help);
 CLI::Option* add_choice(CLI::App& app, const std::string& names, std::string& value,
                         const std::vector<std::string>& choices, const std::string& help);
+// Names out of `choices` with commas between them; at least one.
+CLI::Option* add_choices(CLI::App& app, const std::string& names, std::vector<std::string>& values,
+                         const std::vector<std::string>& choices, const std::string& help);
 // The MODEL of every subcommand.
 CLI::Option* add_model(CLI::App& app, std::string& path);
+
+// "a,b,c" at its commas; at least one part, which may be empty.
+std::vector<std::string> split_list(std::string_view text);
 
 // "2,818,5279" (blanks around the numbers are allowed). Throws UsageError for anything else, for nothing, and for ids
 // outside [0, vocab).

@@ -194,7 +194,8 @@ class Runner {
     RunLimits run;
     run.context = choose_context(n_prompt);
     run.chunk_tokens = static_cast<int>(std::min(options_.chunk_tokens, run.context));
-    stepper_ = std::make_unique<Stepper>(model_.program, run, *backend_);
+    stepper_ = load_on(options_.device, backend_,
+                       [&](Backend& backend) { return std::make_unique<Stepper>(model_.program, run, backend); });
     load_seconds_ = seconds_since(start_);
   }
 

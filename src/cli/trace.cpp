@@ -80,8 +80,10 @@ int run_trace(const TraceOptions& options) {
   request.layers = options.layers;
   request.n_greedy = options.n_greedy;
 
-  const std::unique_ptr<Backend> backend = make_backend(options.device);
-  const SequenceTrace trace = std::move(beryl::trace(model.program, *backend, request).front());
+  std::unique_ptr<Backend> backend = make_backend(options.device);
+  const std::vector<SequenceTrace> traces =
+      load_on(options.device, backend, [&](Backend& device) { return beryl::trace(model.program, device, request); });
+  const SequenceTrace& trace = traces.front();
 
   if (!std::all_of(trace.logits.begin(), trace.logits.end(), [](float value) { return std::isfinite(value); }))
     print_warning("some logits are NaN or infinite: the model or its file is broken");

@@ -1,9 +1,12 @@
-// The backend: the device, its properties, and whether it can be used.
+// The backend: the device, its properties, its memory, and whether it can be used.
 #include "cuda/cuda_backend.h"
 
-#include <fmt/format.h>
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
 
 #include "cuda/cuda_executor.h"
+#include "cuda/device_check.h"
 
 namespace beryl {
 
@@ -11,43 +14,45 @@ namespace cuda {
 
 namespace {
 
-constexpr int kOldestMajor = 8;       // compute capability 8.0: bf16 tensor cores, asynchronous copies
+// What the driver takes beside a program's buffers: code, which it loads at a kernel's first launch, and graphs.
+constexpr int64_t kDriverBytes = int64_t{256} << 20;
+
+DriverFacts ask_driver() {
+  DriverFacts facts;
+  facts.status = cudaGetDeviceCount(&facts.n_devices);
+  cudaGetLastError();   // it was told
+  cudaDriverGetVersion(&facts.driver_cuda);
+  cudaRuntimeGetVersion(&facts.runtime_cuda);
+  std::string line;
+  std::getline(std::ifstream("/proc/driver/nvidia/version"), line);
+  facts.driver_version = driver_version_in(line);
+  facts.chosen_by_environment = std::getenv("CUDA_VISIBLE_DEVICES") != nullptr;
+  return facts;
+}
 
 DeviceProperties find_device(int device) {
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  cudaGetLastError();
-  if (status == cudaErrorInsufficientDriver) {
-    int driver = 0, runtime = 0;
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    throw Error(ErrorCode::kDevice,
-                driver == 0 ? std::string("no NVIDIA driver found")
-                            : fmt::format("the NVIDIA driver is too old: it supports CUDA {}.{}, this program needs {}.{}",
-                                          driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10));
-  }
-  if (status == cudaErrorNoDevice || (status == cudaSuccess && count == 0)) throw Error(ErrorCode::kDevice, "no NVIDIA GPU found");
-  check(status, "looking for devices");
-  if (device < 0 || device >= count)
-    throw Error(ErrorCode::kDevice, fmt::format("GPU {} does not exist: {} found, counted from 0", device, count));
+  require_driver(ask_driver(), device);
   cudaDeviceProp found;
   check(cudaGetDeviceProperties(&found, device), "reading its properties");
-  if (found.major < kOldestMajor)
-    throw Error(ErrorCode::kDevice, fmt::format("GPU {} ({}) is too old: compute capability {}.{}, {}.0 or later is needed", device,
-                                                found.name, found.major, found.minor, kOldestMajor));
+  int compute_mode = cudaComputeModeDefault;
+  check(cudaDeviceGetAttribute(&compute_mode, cudaDevAttrComputeMode, device), "reading its properties");
+  const DeviceFacts facts = {device, found.name, found.major, found.minor, static_cast<cudaComputeMode>(compute_mode)};
+  require_capable(facts);
   const cudaError_t opened = [&] {
     const cudaError_t chosen = cudaSetDevice(device);
     return chosen == cudaSuccess ? cudaFree(nullptr) : chosen;   // makes the context
   }();
-  if (opened == cudaErrorDevicesUnavailable)
-    throw Error(ErrorCode::kDevice, fmt::format("GPU {} ({}) is busy: another process holds it for itself", device, found.name));
-  if (opened == cudaErrorMemoryAllocation)
-    throw Error(ErrorCode::kOutOfMemory, fmt::format("GPU {} ({}) has no memory free", device, found.name));
-  check(opened, "opening it");
+  cudaGetLastError();
+  require_opened(opened, facts);
   DeviceProperties properties;
   properties.name = found.name;
   properties.device = device;
-  properties.programmatic = has_programmatic_code();
+  try {
+    properties.programmatic = has_programmatic_code();
+  } catch (const Error&) {
+    require_code(cudaGetLastError(), facts);
+    throw;
+  }
   properties.matvec = matvec_device();
   return properties;
 }
@@ -56,6 +61,16 @@ class CudaBackend final : public Backend {
  public:
   explicit CudaBackend(int device) : properties_(find_device(device)) {}
   std::string_view name() const override { return "cuda"; }
+  std::string device_name() const override { return properties_.name; }
+  std::optional<DeviceMemory> memory() const override {
+    check(cudaSetDevice(properties_.device), "choosing the GPU");
+    size_t free_bytes = 0, total_bytes = 0;
+    check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free memory");
+    return DeviceMemory{static_cast<int64_t>(total_bytes), std::max<int64_t>(static_cast<int64_t>(free_bytes) - kDriverBytes, 0)};
+  }
+  int64_t taken_bytes(const std::vector<Allocation>& allocations) const override {
+    return device_bytes(allocations, DeviceBuffers::kGuardBytes);
+  }
   std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const override {
     return make_layout(program, limits, properties_).allocations;
   }

@@ -5,13 +5,20 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
+#include "base/error.h"
 #include "ops/backend.h"
 
 namespace beryl {
 
-// device: as CUDA counts them, from 0. Throws Error(kDevice) in one line when there is no GPU or driver, when either is too
-// old, or when another process holds the GPU for itself.
+// No driver, or no GPU: nothing is wrong with the machine, it just has none.
+struct AbsentGpu : Error {
+  explicit AbsentGpu(const std::string& message) : Error(ErrorCode::kDevice, message) {}
+};
+
+// device: as CUDA counts them, from 0. Throws in one line: AbsentGpu; Error(kDevice) when GPU or driver is too old, or when
+// another process holds the GPU for itself; Error(kOutOfMemory) when others left no memory to open it with.
 std::unique_ptr<Backend> make_cuda_backend(int device);
 
 // How many GPUs the driver shows; 0 when there is no driver.

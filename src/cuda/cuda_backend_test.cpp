@@ -71,6 +71,17 @@ INSTANTIATE_TEST_SUITE_P(Table, CudaOps, testing::Range(size_t{0}, cases().size(
 INSTANTIATE_TEST_SUITE_P(Table, CudaCacheOps, testing::ValuesIn(cache_cases()),
                          [](const auto& info) { return test_name(info.param); });
 
+TEST(CudaBackend, TellsItsNameAndMemory) {
+  if (cuda_device_count() == 0) GTEST_SKIP() << "no GPU";
+  EXPECT_FALSE(gpu().device_name().empty());
+  const std::optional<DeviceMemory> memory = gpu().memory();
+  ASSERT_TRUE(memory.has_value());
+  EXPECT_GT(memory->free_bytes, 0);
+  EXPECT_LT(memory->free_bytes, memory->total_bytes);
+  const std::vector<Allocation> small = {{MemoryKind::kWeights, "small", 100}};
+  EXPECT_GE(gpu().taken_bytes(small), 100);
+}
+
 TEST(CudaBackend, SaysInOneLineThatAGpuDoesNotExist) {
   try {
     make_cuda_backend(99);

@@ -5,13 +5,12 @@
 
 #include <fmt/format.h>
 
+#include "cuda/device_check.h"
 #include "cuda/index_math.h"
 
 namespace beryl::cuda {
 
 namespace {
-
-constexpr int64_t kMegabyte = 1 << 20;
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -302,29 +301,21 @@ MemoryLayout make_layout(const Program& program, const StepLimits& limits, const
 }
 
 DeviceBuffers::DeviceBuffers(const std::vector<Allocation>& allocations) : allocations_(allocations) {
-  int64_t needed = 0;
-  for (const Allocation& allocation : allocations) needed += allocation.bytes + kGuardBytes;
+  // The caller has asked Backend::memory before; but the answer ages, and who loads no model does not ask.
+  const int64_t needed = device_bytes(allocations, kGuardBytes);
   size_t free_bytes = 0, total_bytes = 0;
   check(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free memory");
-  const auto refuse = [&](const std::string& what) {
-    int64_t weights = 0, cache = 0;
-    for (const Allocation& allocation : allocations) {
-      if (allocation.kind == MemoryKind::kWeights) weights += allocation.bytes;
-      if (allocation.kind == MemoryKind::kCache) cache += allocation.bytes;
-    }
-    throw Error(ErrorCode::kOutOfMemory,
-                fmt::format("GPU memory: {} needs {} MB (weights {} MB, cache {} MB), {} MB of {} MB are free; a shorter context "
-                            "makes the cache smaller",
-                            what, (needed + kMegabyte - 1) / kMegabyte, weights / kMegabyte, cache / kMegabyte,
-                            static_cast<int64_t>(free_bytes) / kMegabyte, static_cast<int64_t>(total_bytes) / kMegabyte));
+  const DeviceMemory there = {static_cast<int64_t>(total_bytes), static_cast<int64_t>(free_bytes)};
+  const auto refuse = [&](std::string_view at) {
+    throw Error(ErrorCode::kOutOfMemory, too_small_message(allocations, needed, there, at));
   };
-  if (needed > static_cast<int64_t>(free_bytes)) refuse("the model");
+  if (needed > there.free_bytes) refuse("");
   for (const Allocation& allocation : allocations) {
     void* memory = nullptr;
     const cudaError_t status = cudaMalloc(&memory, static_cast<size_t>(allocation.bytes + kGuardBytes));
     if (status == cudaErrorMemoryAllocation) {
       cudaGetLastError();
-      refuse(fmt::format("the model (at '{}')", allocation.label));
+      refuse(allocation.label);
     }
     check(status, allocation.label.c_str());
     memory_.emplace_back(memory);

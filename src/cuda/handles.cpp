@@ -5,7 +5,8 @@
 namespace beryl::cuda {
 
 void throw_device_error(cudaError_t status, const char* what) {
-  throw Error(ErrorCode::kDevice, fmt::format("GPU, {}: {}", what, cudaGetErrorString(status)));
+  const ErrorCode code = status == cudaErrorMemoryAllocation ? ErrorCode::kOutOfMemory : ErrorCode::kDevice;
+  throw Error(code, fmt::format("GPU, {}: {}", what, cudaGetErrorString(status)));
 }
 
 }  // namespace beryl::cuda

@@ -10,7 +10,7 @@
 
 namespace beryl::cuda {
 
-// Throws Error(kDevice, "GPU, what: the runtime's words"). Out of line: nvcc cannot compile fmt's format strings.
+// Throws Error(kDevice, or kOutOfMemory, "GPU, what: the runtime's words"). Out of line: nvcc cannot compile fmt's format strings.
 [[noreturn]] void throw_device_error(cudaError_t status, const char* what);
 
 // what: the op or the buffer, in our words.

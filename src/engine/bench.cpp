@@ -16,14 +16,7 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  if (values.size() % 2 == 1) return *middle;
-  return (*middle + *std::max_element(values.begin(), middle)) / 2;
-}
-
-// Ids spread over the vocabulary, the same for a stream in every repetition.
+// Ids spread over the vocabulary; those of a stream begin alike whatever n is.
 std::vector<int32_t> random_ids(int64_t n, int64_t vocab, int stream) {
   std::vector<int32_t> ids(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i)
@@ -32,64 +25,105 @@ std::vector<int32_t> random_ids(int64_t n, int64_t vocab, int stream) {
   return ids;
 }
 
-// Decode steps of all streams: the first is fed with ids, the others by what was sampled.
-void decode(Stepper& stepper, int n_streams, int64_t n_steps, const std::vector<int32_t>& first) {
-  const SampleParams greedy;
-  std::vector<SequenceRows> rows;
-  for (int s = 0; s < n_streams; ++s) {
-    BERYL_CHECK(stepper.reserve(s, stepper.length(s) + n_steps), "the context was made for all steps");
-    rows.push_back({s, {&first[static_cast<size_t>(s)], 1}, Outputs::kLast, &greedy});
+constexpr int kPromptStreams = 1 << 20;   // the timed prompts' ids: other streams than those of the depths
+
+RunLimits limits_of(const std::vector<BenchCase>& cases, int64_t allocated, int chunk_tokens, CacheType cache_type) {
+  RunLimits run;
+  run.context = std::max<int64_t>(allocated, 1);
+  for (const BenchCase& what : cases) {
+    run.context = std::max(run.context, what.n_depth + what.n_prompt + what.n_gen);
+    run.n_sequences = std::max(run.n_sequences, what.n_streams);
   }
-  stepper.run(rows);
-  for (int64_t i = 1; i < n_steps; ++i) stepper.advance();
-  stepper.executor().synchronize();
+  run.chunk_tokens = chunk_tokens;
+  run.n_outputs = run.n_sequences;
+  run.cache_type = cache_type;
+  return run;
 }
 
 }  // namespace
 
-double BenchResult::mean() const {
-  return std::accumulate(tokens_per_second.begin(), tokens_per_second.end(), 0.0) / static_cast<double>(tokens_per_second.size());
+double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-double BenchResult::standard_deviation() const {
-  if (tokens_per_second.size() < 2) return 0;
-  const double average = mean();
+double standard_deviation(const std::vector<double>& values) {
+  if (values.size() < 2) return 0;
+  const double average = mean(values);
   double squares = 0;
-  for (double value : tokens_per_second) squares += (value - average) * (value - average);
-  return std::sqrt(squares / static_cast<double>(tokens_per_second.size() - 1));
+  for (double value : values) squares += (value - average) * (value - average);
+  return std::sqrt(squares / static_cast<double>(values.size() - 1));
 }
 
-double BenchResult::median() const { return median_of(tokens_per_second); }
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2 == 1) return *middle;
+  return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
 
-BenchResult run_bench_case(const Program& program, Backend& backend, const BenchCase& what, int chunk_tokens,
-                           CacheType cache_type, int n_repetitions) {
+std::vector<double> BenchResult::tokens_per_second() const {
+  const auto n_tokens = static_cast<double>((what.n_prompt + what.n_gen) * what.n_streams);
+  std::vector<double> speeds;
+  for (double each : seconds) speeds.push_back(n_tokens / each);
+  return speeds;
+}
+
+BenchRunner::BenchRunner(const Program& program, Backend& backend, const std::vector<BenchCase>& cases, int64_t allocated,
+                         int chunk_tokens, CacheType cache_type)
+    : vocab_(program.vocab),
+      stepper_(program, limits_of(cases, allocated, chunk_tokens, cache_type), backend) {
+  int n_sequences = 1;
+  for (const BenchCase& what : cases) n_sequences = std::max(n_sequences, what.n_streams);
+  held_.resize(static_cast<size_t>(n_sequences), 0);
+}
+
+// Deep contexts take long to read, so what a sequence holds already is kept where its caches allow it.
+void BenchRunner::bring_to(int sequence, int64_t depth) {
+  int64_t& held = held_[static_cast<size_t>(sequence)];
+  const int64_t kept = std::min(held, depth);
+  if (!stepper_.rewind(sequence, kept)) stepper_.reset(sequence);
+  const int64_t length = stepper_.length(sequence);
+  const std::vector<int32_t> ids = random_ids(depth, vocab_, sequence);
+  prefill(stepper_, sequence, std::span(ids).subspan(static_cast<size_t>(length)), nullptr);
+  held = depth;
+}
+
+double BenchRunner::time_prefill(const BenchCase& what) {
+  std::vector<std::vector<int32_t>> prompts;
+  for (int s = 0; s < what.n_streams; ++s) prompts.push_back(random_ids(what.n_prompt, vocab_, kPromptStreams + s));
+  const auto start = Clock::now();
+  for (int s = 0; s < what.n_streams; ++s) prefill(stepper_, s, prompts[static_cast<size_t>(s)], nullptr);
+  stepper_.executor().synchronize();
+  return seconds_since(start);
+}
+
+// The first step is fed with ids, the others by what was sampled.
+double BenchRunner::time_decode(const BenchCase& what) {
+  const SampleParams greedy;
+  const std::vector<int32_t> first = random_ids(what.n_streams, vocab_, kPromptStreams);
+  std::vector<SequenceRows> rows;
+  for (int s = 0; s < what.n_streams; ++s) {
+    BERYL_CHECK(stepper_.reserve(s, stepper_.length(s) + what.n_gen), "the context was made for all steps");
+    rows.push_back({s, {&first[static_cast<size_t>(s)], 1}, Outputs::kLast, &greedy});
+  }
+  const auto start = Clock::now();
+  stepper_.run(rows);
+  for (int64_t i = 1; i < what.n_gen; ++i) stepper_.advance();
+  stepper_.executor().synchronize();
+  return seconds_since(start);
+}
+
+BenchResult BenchRunner::run(const BenchCase& what, int n_repetitions) {
   BERYL_CHECK((what.n_prompt > 0) != (what.n_gen > 0), "a case is prefill or decode");
-  RunLimits run;
-  run.context = std::max(what.allocated, what.n_depth + what.n_prompt + what.n_gen);
-  run.chunk_tokens = chunk_tokens;
-  run.n_sequences = what.n_streams;
-  run.n_outputs = what.n_streams;
-  run.cache_type = cache_type;
-  Stepper stepper(program, run, backend);
-  const std::vector<int32_t> first = random_ids(what.n_streams, program.vocab, -1);
-
-  BenchResult result{what, {}};
-  for (int repetition = -1; repetition < n_repetitions; ++repetition) {
-    for (int s = 0; s < what.n_streams; ++s) {
-      stepper.reset(s);
-      if (what.n_depth > 0) prefill(stepper, s, random_ids(what.n_depth, program.vocab, s), nullptr);
-    }
-    stepper.executor().synchronize();
-    const auto start = Clock::now();
-    if (what.n_prompt > 0) {
-      for (int s = 0; s < what.n_streams; ++s) prefill(stepper, s, random_ids(what.n_prompt, program.vocab, 1000 + s), nullptr);
-      stepper.executor().synchronize();
-    } else {
-      decode(stepper, what.n_streams, what.n_gen, first);
-    }
-    const double seconds = seconds_since(start);
-    const int64_t n_tokens = (what.n_prompt + what.n_gen) * what.n_streams;
-    if (repetition >= 0) result.tokens_per_second.push_back(static_cast<double>(n_tokens) / seconds);
+  // A shape of a step is captured when it comes for the second time, which in one warm-up it need not: the last steps of a decode
+  // may be the first of their length. Long prompts are never captured.
+  const int n_warm_ups = what.n_prompt > stepper_.chunk_tokens() ? 1 : 2;
+  BenchResult result{what, stepper_.context(), {}};
+  for (int repetition = -n_warm_ups; repetition < n_repetitions; ++repetition) {
+    for (int s = 0; s < what.n_streams; ++s) bring_to(s, what.n_depth);
+    stepper_.executor().synchronize();
+    const double seconds = what.n_prompt > 0 ? time_prefill(what) : time_decode(what);
+    if (repetition >= 0) result.seconds.push_back(seconds);
   }
   return result;
 }
@@ -125,9 +159,9 @@ StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, Cac
     }
   }
   StepTiming timing;
-  timing.step_microseconds = median_of(step_times) * 1e6;
+  timing.step_microseconds = median(step_times) * 1e6;
   for (size_t op = 0; op < n_ops; ++op)
-    timing.ops.push_back({op, median_of(op_times[op]) * 1e6,
+    timing.ops.push_back({op, median(op_times[op]) * 1e6,
                           bytes_moved(program.ops[op], program, {1, 1, depth}, executor.cache_element_bytes())});
   return timing;
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -18,24 +17,45 @@ struct BenchCase {
   int64_t n_gen = 0;             // tokens decoded by each stream, 0: a prefill case
   int64_t n_depth = 0;           // positions each sequence already holds
   int n_streams = 1;             // sequences at once
-  int64_t allocated = 0;         // positions the cache is made for; 0: as many as the case needs
 };
 
 struct BenchResult {
   BenchCase what;
-  std::vector<double> tokens_per_second;   // [repetitions], over all streams
-  double mean() const;
-  double standard_deviation() const;       // of the sample; 0 for one repetition
-  double median() const;
+  int64_t n_allocated = 0;       // positions that the cache was made for
+  std::vector<double> seconds;   // [repetitions]
+
+  std::vector<double> tokens_per_second() const;   // [repetitions], over all streams
 };
 
-// Runs each repetition on a fresh sequence after one warm-up that is not counted. Token ids are random but the same in
-// every repetition. Decoding is greedy and feeds itself (Stepper::advance): the host reads no id in between.
-BenchResult run_bench_case(const Program& program, Backend& backend, const BenchCase& what, int chunk_tokens,
-                           CacheType cache_type, int n_repetitions);
+double mean(const std::vector<double>& values);
+double standard_deviation(const std::vector<double>& values);   // of the sample; 0 for one value
+double median(std::vector<double> values);
+
+// Measures cases of one program on one load of its weights, with caches for the largest of them.
+class BenchRunner {
+ public:
+  // allocated: positions that each sequence's cache is made for, at least what the cases need; 0: that.
+  BenchRunner(const Program& program, Backend& backend, const std::vector<BenchCase>& cases, int64_t allocated, int chunk_tokens,
+              CacheType cache_type);
+
+  // Warm-ups that are not counted go first: memory is touched, and every shape of a step has come often enough to be captured where
+  // the backend does so. Each repetition begins at the same depth. Token ids are random, the same in every repetition; decoding is
+  // greedy and feeds itself (Stepper::advance): the host reads no id in between.
+  BenchResult run(const BenchCase& what, int n_repetitions);
+  int cache_element_bytes() { return stepper_.executor().cache_element_bytes(); }
+
+ private:
+  void bring_to(int sequence, int64_t depth);
+  double time_prefill(const BenchCase& what);
+  double time_decode(const BenchCase& what);
+
+  int64_t vocab_;
+  Stepper stepper_;
+  std::vector<int64_t> held_;    // a sequence's first positions that hold its own ids, which depths are made of
+};
 
 // One op of a step, timed alone. Times of asynchronous devices include waiting for each op, so they add up to more than
-// a step takes; `share` compares like with like.
+// a step takes; compare shares with shares.
 struct OpTiming {
   size_t op = 0;                 // index into Program::ops
   double microseconds = 0;       // median

@@ -5,21 +5,47 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "engine/fit.h"
 
 namespace beryl {
+namespace {
+
+std::unique_ptr<Executor> prepare(const Program& program, const RunLimits& run, const StepLimits& limits, Backend& backend) {
+  require_memory(program, run, backend);
+  return backend.prepare(program, limits);
+}
+
+}  // namespace
 
 Stepper::Stepper(const Program& program, const RunLimits& run, Backend& backend)
     : program_(program),
       run_(run),
       limits_(limits_for(program, run)),
-      executor_(backend.prepare(program, limits_)),
+      executor_(prepare(program, run, limits_, backend)),
       pages_(limits_),
-      lengths_(static_cast<size_t>(run.n_sequences), 0) {}
+      lengths_(static_cast<size_t>(run.n_sequences), 0),
+      written_(static_cast<size_t>(run.n_sequences), 0) {}
 
 void Stepper::reset(int sequence) {
   pages_.release(sequence);
   lengths_[static_cast<size_t>(sequence)] = 0;
+  written_[static_cast<size_t>(sequence)] = 0;
   advancing_.clear();   // the uploaded tables name pages that are free now
+}
+
+bool Stepper::rewind(int sequence, int64_t length) {
+  const auto index = static_cast<size_t>(sequence);
+  BERYL_CHECK(length >= 0 && length <= lengths_[index], "rewinding goes back");
+  for (size_t group = 0; group < limits_.n_entries.size(); ++group) {
+    const int window = program_.groups[group].window;
+    if (window == 0) continue;
+    // A slot belongs to the last position written to it; the next token reads back to here.
+    const int64_t first_read = std::max<int64_t>(0, length - window + 1);
+    if (first_read + int64_t{limits_.n_entries[group]} * kPageTokens < written_[index]) return false;
+  }
+  lengths_[index] = length;
+  advancing_.clear();   // the uploaded positions are another length's
+  return true;
 }
 
 void Stepper::set_rows(std::span<const SequenceRows> rows) {
@@ -62,8 +88,11 @@ void Stepper::set_rows(std::span<const SequenceRows> rows) {
   if (!advances) advancing_.clear();
   input_.tables = pages_.tables();
   executor_->set_input(input_);
-  for (const SequenceRows& each : rows)
-    lengths_[static_cast<size_t>(each.sequence)] += static_cast<int64_t>(each.ids.size());
+  for (const SequenceRows& each : rows) {
+    const auto index = static_cast<size_t>(each.sequence);
+    lengths_[index] += static_cast<int64_t>(each.ids.size());
+    written_[index] = std::max(written_[index], lengths_[index]);
+  }
 }
 
 void Stepper::run(std::span<const SequenceRows> rows, OpRange range) {
@@ -84,6 +113,8 @@ void Stepper::advance() {
                   "advance finds its pages in the uploaded tables: reserve them before the first decode row");
     }
     ++length;
+    int64_t& written = written_[static_cast<size_t>(sequence)];
+    written = std::max(written, length);
   }
   executor_->run();
 }

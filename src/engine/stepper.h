@@ -26,7 +26,7 @@ struct SequenceRows {
 
 class Stepper {
  public:
-  // The program must outlive the stepper. Allocates everything.
+  // The program must outlive the stepper. Allocates everything; Error(kOutOfMemory) says which context would fit.
   Stepper(const Program& program, const RunLimits& run, Backend& backend);
 
   int64_t context() const { return run_.context; }
@@ -37,6 +37,9 @@ class Stepper {
   [[nodiscard]] bool reserve(int sequence, int64_t end) { return end <= run_.context && pages_.reserve(sequence, end); }
   // Forgets a sequence and frees its pages.
   void reset(int sequence);
+  // Forgets a sequence's positions from `length` on and keeps its pages. False, and nothing is changed, when a sliding layer has
+  // written over what the next token would read: after no more than a chunk's positions it never has.
+  [[nodiscard]] bool rewind(int sequence, int64_t length);
 
   // One step of all these rows. Pages are reserved as needed; Error(kBadInput) past the context.
   void run(std::span<const SequenceRows> rows, OpRange range = {});
@@ -57,6 +60,7 @@ class Stepper {
   std::unique_ptr<Executor> executor_;
   PageTables pages_;
   std::vector<int64_t> lengths_;
+  std::vector<int64_t> written_;   // a sequence's longest length since its reset: what rewinding must look at
   std::vector<int> advancing_;   // sequences of the last step, when it can be advanced
   StepInput input_;              // kept, so that decoding allocates nothing
 };

@@ -84,6 +84,40 @@ TEST_P(StepperTest, AResetSequenceIsAsGoodAsAFreshOne) {
   EXPECT_TRUE(same_bits(feed(used, 0, ids, 50), expected));
 }
 
+TEST_P(StepperTest, ARewoundSequenceGoesOnAsIfTheRestHadNotBeen) {
+  constexpr int kChunk = 50;
+  const std::vector<int32_t> ids = random_ids(300, 12), others = random_ids(300, 13);
+  const RunLimits run = run_limits(300, kChunk);
+  const auto part = [](const std::vector<int32_t>& from, int64_t begin, int64_t end) {
+    return std::vector<int32_t>(from.begin() + begin, from.begin() + end);
+  };
+  int n_refused = 0;
+  for (int64_t length : {0, 1, 49, 130, 249}) {
+    Stepper fresh = stepper(run);
+    feed(fresh, 0, part(ids, 0, length), kChunk);
+    const std::vector<float> expected = feed(fresh, 0, part(ids, length, length + 40), kChunk);
+    for (int64_t n_more : {0, 1, 37, kChunk, 2 * kChunk + 29, 300}) {
+      if (length + n_more > 300) continue;
+      Stepper each = stepper(run);
+      feed(each, 0, part(ids, 0, length), kChunk);
+      feed(each, 0, part(others, 0, n_more), kChunk);
+      const bool rewound = each.rewind(0, length);
+      EXPECT_EQ(each.length(0), rewound ? length : length + n_more);
+      if (n_more <= kChunk) {
+        EXPECT_TRUE(rewound) << n_more << " positions after " << length;
+      }
+      n_refused += rewound ? 0 : 1;
+      if (rewound) {
+        EXPECT_TRUE(same_bits(feed(each, 0, part(ids, length, length + 40), kChunk), expected))
+            << n_more << " positions after " << length;
+      }
+    }
+  }
+  const auto& groups = model_.program.groups;
+  const bool slides = std::any_of(groups.begin(), groups.end(), [](const PageGroup& group) { return group.window > 0; });
+  EXPECT_EQ(n_refused > 0, slides);
+}
+
 TEST_P(StepperTest, WhatPagesHeldBeforeIsNeverRead) {
   const std::vector<int32_t> ids = random_ids(150, 8);
   const RunLimits run = run_limits(200, 50);

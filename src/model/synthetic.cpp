@@ -197,15 +197,23 @@ class SyntheticSource final : public TensorSource {
     Pool& pool = pools_[matrix.format];
     const int64_t code_bytes = stack * matrix.stack_stride_bytes, scale_bytes = stack * matrix.stack_scale_stride_bytes;
     if (!pool.filled) {
-      pool.code_bytes = std::max(pool.code_bytes, code_bytes);
-      pool.scale_bytes = std::max(pool.scale_bytes, scale_bytes);
+      pool.code_bytes = formats_.separate ? pool.code_bytes + code_bytes : std::max(pool.code_bytes, code_bytes);
+      pool.scale_bytes = formats_.separate ? pool.scale_bytes + scale_bytes : std::max(pool.scale_bytes, scale_bytes);
       return matrix;
     }
-    // Neighbouring matrices begin at different places, so that they are not copies of each other.
-    const int64_t shift = static_cast<int64_t>(random_.below(1 << 12));
-    const int64_t scale_item = std::max(1, info(matrix.format).scale_bytes);
-    matrix.codes = pool.storage->data() + shift * info(matrix.format).block_bytes;
-    if (scale_bytes > 0) matrix.scales = pool.storage->data() + pool.scale_begin + shift * scale_item;
+    int64_t code_begin = pool.next_code, scale_begin = pool.next_scale;
+    if (formats_.separate) {
+      pool.next_code += code_bytes;
+      pool.next_scale += scale_bytes;
+    } else {
+      // Neighbouring matrices begin at different places, so that they are not copies of each other.
+      const auto place = static_cast<uint64_t>(role) * kVariants + static_cast<uint64_t>(layer + kVariants) % kVariants;
+      const auto shift = static_cast<int64_t>(RandomStream(seed_ + place).below(kShift));
+      code_begin = shift * info(matrix.format).block_bytes;
+      scale_begin = shift * info(matrix.format).scale_bytes;
+    }
+    matrix.codes = pool.storage->data() + code_begin;
+    if (scale_bytes > 0) matrix.scales = pool.storage->data() + pool.scale_begin + scale_begin;
     matrix.storage = pool.storage;
     return matrix;
   }
@@ -220,7 +228,7 @@ class SyntheticSource final : public TensorSource {
 
   // After the first pass.
   void fill_pools() {
-    constexpr int64_t kShift = 1 << 12, kCols = 4096, kRows = 509;
+    constexpr int64_t kCols = 4096, kRows = 509;   // odd: neighbouring rows of a matrix differ, whatever its width
     for (auto& [format, pool] : pools_) {
       const RandomMatrix unit = random_matrix(format, kRows, kCols, 1, 1, seed_ + static_cast<uint64_t>(format));
       const int64_t code_bytes = pool.code_bytes + kShift * info(format).block_bytes;
@@ -237,8 +245,12 @@ class SyntheticSource final : public TensorSource {
   }
 
  private:
+  static constexpr int kVariants = 4;
+  static constexpr int kShift = 1 << 12;
+
   struct Pool {
     int64_t code_bytes = 0, scale_bytes = 0, scale_begin = 0;
+    int64_t next_code = 0, next_scale = 0;   // separate: where the next matrix begins
     std::shared_ptr<const std::vector<std::byte>> storage;
     bool filled = false;
   };

@@ -1,10 +1,14 @@
 // What: every model of the specifications has the right size, builds a step, and its plan is exact and follows the
 //       window; and what is planned is what is allocated.
 // How:  parameters are counted from the shapes and compared with the specification's totals; plans are compared over
-//       contexts from 4K to 256K; a small synthetic model is prepared on every backend.
+//       contexts from 4K to 256K; a small synthetic model is prepared on every backend; where matrices lie is compared.
 #include "model/synthetic.h"
 
+#include <algorithm>
 #include <map>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -87,6 +91,42 @@ TEST(SyntheticTest, WhatIsPlannedIsAllocated) {
       EXPECT_EQ(taken[i].bytes, plan.allocations[i].bytes) << taken[i].label;
     }
   }
+}
+
+TEST(SyntheticTest, SeparateMatricesShareNoByte) {
+  SyntheticFormats formats{Format::kQ4_0, Format::kQ8_0};
+  formats.separate = true;
+  const Model model = make_synthetic_model("smollm2-135m", formats, 7, true);
+  std::vector<std::pair<const std::byte*, const std::byte*>> ranges;
+  int64_t bytes = 0;
+  for (const WeightMatrix& matrix : model.weights->set.matrices)
+    for (const HostMatrix& part : matrix.parts) {
+      ranges.emplace_back(part.codes, part.codes + part.rows * row_bytes(part.format, part.cols));
+      bytes += part.rows * row_bytes(part.format, part.cols);
+    }
+  std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size(); ++i) EXPECT_LE(ranges[i - 1].second, ranges[i].first);
+  EXPECT_GT(bytes, 80'000'000);   // 134 million weights of 4.5 bits and, in the head, 8.5
+  const auto n_zeros = std::count(ranges.back().first, ranges.back().second, std::byte{0});
+  EXPECT_LT(n_zeros, (ranges.back().second - ranges.back().first) / 8) << "the last matrix has data too";
+}
+
+TEST(SyntheticTest, SharedMatricesComeBackEveryFourthLayer) {
+  const Model model = make_synthetic_model("smollm2-135m", {}, 7, true);
+  std::set<const std::byte*> gates;
+  const auto gate_of = [&](size_t layer) {
+    const WeightMatrix& gate_up = model.weights->set.matrices[static_cast<size_t>(model.weights->layers[layer].gate_up.index)];
+    EXPECT_EQ(gate_up.parts.size(), 2u);
+    EXPECT_NE(gate_up.parts[0].codes, gate_up.parts[1].codes) << "gate and up are not copies of each other";
+    return gate_up.parts[0].codes;
+  };
+  for (size_t layer = 0; layer < 30; ++layer) {
+    gates.insert(gate_of(layer));
+    if (layer >= 4) {
+      EXPECT_EQ(gate_of(layer), gate_of(layer - 4));
+    }
+  }
+  EXPECT_EQ(gates.size(), 4u);
 }
 
 TEST(SyntheticTest, UnknownNameListsTheKnownOnes) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -68,10 +69,26 @@ class Executor {
   virtual std::vector<std::string> damaged_guards() = 0;
 };
 
+// Of a device that has memory of its own.
+struct DeviceMemory {
+  int64_t total_bytes = 0;
+  int64_t free_bytes = 0;           // for a program's buffers: less what the driver will take for code and graphs
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
   virtual std::string_view name() const = 0;
+  // As its maker calls it; empty: a host backend.
+  virtual std::string device_name() const { return {}; }
+  // As it is now. Host backends have none: theirs is the machine's, which lends more than it has.
+  virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
+  // What these allocations take of that memory, rounding included.
+  virtual int64_t taken_bytes(const std::vector<Allocation>& allocations) const {
+    int64_t sum = 0;
+    for (const Allocation& allocation : allocations) sum += allocation.bytes;
+    return sum;
+  }
   // Exactly what prepare will allocate, without allocating.
   virtual std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const = 0;
   virtual std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) = 0;

@@ -1,0 +1,122 @@
+// What: a bench reads a depth once and not for every repetition, times what it says, and makes its caches for the largest case; means
+//       and deviations are right.
+// How:  a golden model on the reference backend, behind an executor that notes what it is given.
+#include "engine/bench.h"
+
+#include <algorithm>
+
+#include "engine/golden_engine.h"
+
+namespace beryl {
+namespace {
+
+struct Record {
+  int64_t n_rows = 0;              // of all steps' inputs
+  int64_t n_runs = 0;              // steps, advanced ones among them
+  std::vector<int32_t> first;      // each step's first position
+};
+
+class RecordingExecutor : public Executor {
+ public:
+  RecordingExecutor(std::unique_ptr<Executor> inner, Record& record) : inner_(std::move(inner)), record_(record) {}
+  void set_input(const StepInput& input) override {
+    record_.n_rows += input.n_tokens();
+    record_.first.push_back(input.positions.front());
+    inner_->set_input(input);
+  }
+  void set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) override {
+    inner_->set_history(sequence, prompt, reply);
+  }
+  void run(OpRange range) override {
+    ++record_.n_runs;
+    inner_->run(range);
+  }
+  void synchronize() override { inner_->synchronize(); }
+  std::vector<Sampled> samples() override { return inner_->samples(); }
+  void read_rows(int slot, int64_t begin, int64_t n, float* out) override { inner_->read_rows(slot, begin, n, out); }
+  void write_rows(int slot, int64_t begin, int64_t n, const float* values) override { inner_->write_rows(slot, begin, n, values); }
+  void read_cache(int cache, CachePart part, int page, int row, float* out) override {
+    inner_->read_cache(cache, part, page, row, out);
+  }
+  void write_cache(int cache, CachePart part, int page, int row, const float* values) override {
+    inner_->write_cache(cache, part, page, row, values);
+  }
+  std::vector<Allocation> allocations() const override { return inner_->allocations(); }
+  int cache_element_bytes() const override { return inner_->cache_element_bytes(); }
+  std::vector<std::string> damaged_guards() override { return inner_->damaged_guards(); }
+
+ private:
+  std::unique_ptr<Executor> inner_;
+  Record& record_;
+};
+
+class RecordingBackend : public Backend {
+ public:
+  std::string_view name() const override { return "recording"; }
+  std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const override {
+    return inner_->plan(program, limits);
+  }
+  std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
+    ++n_prepared;
+    return std::make_unique<RecordingExecutor>(inner_->prepare(program, limits), record);
+  }
+
+  Record record;
+  int n_prepared = 0;
+
+ private:
+  std::unique_ptr<Backend> inner_ = make_reference_backend(1);
+};
+
+class BenchTest : public testing::Test {
+ protected:
+  BenchTest() : model_(open_model(test::golden_folder("gemma3"))) {}
+  const Model model_;
+  RecordingBackend backend_;
+};
+
+TEST_F(BenchTest, ReadsADepthOnceForAllRepetitionsAndCases) {
+  const std::vector<BenchCase> cases = {{0, 9, 100, 1}, {0, 9, 130, 1}, {0, 9, 130, 2}, {20, 0, 130, 1}};
+  BenchRunner runner(model_.program, backend_, cases, 0, 32, CacheType::kDefault);
+  constexpr int kRepetitions = 3, kAll = kRepetitions + 2;
+
+  const BenchResult at_100 = runner.run(cases[0], kRepetitions);
+  EXPECT_EQ(at_100.seconds.size(), size_t{kRepetitions});
+  EXPECT_EQ(at_100.n_allocated, 150);
+  EXPECT_EQ(backend_.record.n_rows, 100 + kAll);            // a decode step's input is one row, the others are advanced
+  EXPECT_EQ(backend_.record.n_runs, 4 + kAll * 9);          // chunks of 32
+  EXPECT_EQ(std::count(backend_.record.first.begin(), backend_.record.first.end(), 100), kAll) << "each begins at the depth";
+
+  backend_.record = {};
+  runner.run(cases[1], kRepetitions);
+  EXPECT_EQ(backend_.record.n_rows, 30 + kAll);             // goes on from 100
+  backend_.record = {};
+  runner.run(cases[2], kRepetitions);
+  EXPECT_EQ(backend_.record.n_rows, 130 + 2 * kAll);        // the second stream's
+  backend_.record = {};
+  const BenchResult prefill = runner.run(cases[3], kRepetitions);
+  EXPECT_EQ(backend_.record.n_rows, 20 * kAll);
+  EXPECT_EQ(backend_.n_prepared, 1);
+  for (double seconds : prefill.seconds) EXPECT_GT(seconds, 0);
+}
+
+TEST_F(BenchTest, AWindowThatWasWrittenOverIsReadAgain) {
+  const std::vector<BenchCase> cases = {{0, 200, 100, 1}};
+  BenchRunner runner(model_.program, backend_, cases, 1000, 32, CacheType::kDefault);
+  const BenchResult result = runner.run(cases[0], 1);
+  EXPECT_EQ(result.n_allocated, 1000);
+  EXPECT_EQ(backend_.record.n_rows, 3 * (100 + 1));
+}
+
+TEST(BenchResultTest, SpeedsMeansAndDeviations) {
+  const BenchResult result{{0, 100, 0, 4}, 128, {1, 2, 4}};
+  EXPECT_EQ(result.tokens_per_second(), (std::vector<double>{400, 200, 100}));
+  EXPECT_DOUBLE_EQ(mean(result.tokens_per_second()), 700.0 / 3);
+  EXPECT_DOUBLE_EQ(median(result.tokens_per_second()), 200);
+  EXPECT_DOUBLE_EQ(median({1, 3}), 2);
+  EXPECT_DOUBLE_EQ(standard_deviation({2, 4, 6}), 2);
+  EXPECT_EQ(standard_deviation({5}), 0);
+}
+
+}  // namespace
+}  // namespace beryl

@@ -1,0 +1,19 @@
+// Whether a run fits into the memory of a device, and if not, which would: asked before anything is allocated.
+#pragma once
+
+#include <cstdint>
+
+#include "model/memory_plan.h"
+#include "ops/backend.h"
+
+namespace beryl {
+
+// The largest context below run.context, in whole pages, with which the run fits into free_bytes; 0: none does. Chunks are
+// no longer than the context.
+int64_t largest_context(const Program& program, RunLimits run, const Backend& backend, int64_t free_bytes);
+
+// Throws Error(kOutOfMemory) in one line when the backend's device has less memory free than the run takes: what is needed, what
+// is free, and which context would fit. Nothing to say of backends without memory of their own.
+void require_memory(const Program& program, const RunLimits& run, const Backend& backend);
+
+}  // namespace beryl
