@@ -125,6 +125,10 @@ class WrongUseTest(CliTest):
             (["trace", model, "-o", "", "--ids", "1"], "-o"),
             (["bench"], "MODEL or --synthetic"),
             (["bench", "--synthetic", "llama3.2-1b", "--format", "q9"], "--format", "'q9'"),
+            (["bench", "--synthetic", "llama3.2-1b", "--format", "q4_0,"], "--format", "''"),
+            (["bench", "--synthetic", "llama3.2-1b", "--format", "q4_0", "--head", "fp8,q8_0"], "--head", "2"),
+            (["bench", model, "--cache", "bf16,int4"], "--cache is 'bf16,int4'", "fp8"),
+            (["bench", model, "-o", "csv"], "-o is 'csv'", "jsonl"),
             (["bench", model, "-p", "0", "-n", "0"], "nothing to measure"),
             (["bench", model, "-p", "-1"], "-p is '-1'", "whole numbers"),
             (["bench", model, "-b", "0"], "-b is '0'"),
@@ -406,6 +410,56 @@ class InspectTest(CliTest):
         self.assertRegex(text, r"(?m)^tokenizer .*256 tokens")
         self.assertRegex(text, rf"(?m)^ +a reply ends with .*<\|im_end\|> \({IM_END}\)")
         self.assertRegex(text, r"(?m)^chat format +ChatML; the file has no template")
+
+
+class BenchTest(CliTest):
+    def test_measures_every_combination_of_the_lists(self):
+        arguments = ["bench", GOLDEN / "llama", "--device", "cpu", "-p", "3,0", "-n", "5", "-d", "0,20", "-b", "1,2",
+                     "--allocate", "0,100", "-r", "3"]
+        lines = self.succeed(*arguments, "-o", "jsonl").stdout.decode().splitlines()
+        results = [json.loads(line) for line in lines]
+        found = [(each["n_allocated"], each["n_streams"], each["n_depth"], each["n_prompt"], each["n_gen"])
+                 for each in results]
+        self.assertEqual(found, [(allocated, streams, depth, n_prompt, 0 if n_prompt else 5)
+                                 for allocated in (25, 100) for streams in (1, 2) for depth in (0, 20)
+                                 for n_prompt in (3, 0)])
+        for each in results:
+            self.assertEqual(each["backends"], "cpu")
+            self.assertIn(each["type_k"], ("f32", "bf16", "fp8"))
+            self.assertRegex(each["test_time"], r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")
+            self.assertRegex(each["build_commit"], r"\A[\w.-]+\Z")
+            self.assertGreater(each["n_threads"], 0)
+            self.assertGreater(each["model_size"], 0)
+            self.assertEqual(len(each["samples_ts"]), 3)
+            tokens = (each["n_prompt"] + each["n_gen"]) * each["n_streams"]
+            for speed, nanoseconds in zip(each["samples_ts"], each["samples_ns"]):
+                self.assertAlmostEqual(speed, tokens / nanoseconds * 1e9, delta=speed * 0.01)
+            self.assertAlmostEqual(each["avg_ts"], sum(each["samples_ts"]) / 3, delta=each["avg_ts"] * 1e-9)
+
+        whole = json.loads(self.succeed(*arguments, "-o", "json").stdout)
+        self.assertEqual([set(each) for each in whole], [set(each) for each in results])
+        table = self.succeed(*arguments).stdout.decode()
+        self.assertEqual(table.count("\n"), 2 + len(results))
+        self.assertIn("| tg5 @ d20 x2 of 100 |", table)
+
+
+class DeviceTest(CliTest):
+    """GPUs are hidden from the program under test (Program)."""
+
+    def test_a_gpu_asked_for_that_is_not_there_is_one_line(self):
+        out = self.folder / "out.safetensors"
+        model = GOLDEN / "llama"
+        for arguments in (["bench", model, "-p", "1", "-n", "1"], ["trace", model, "--ids", "1,2", "-o", out], ["verify"],
+                          ["bench", "--synthetic", "llama3.2-1b"]):
+            with self.subTest(arguments=arguments):
+                result = beryl(*arguments, "--device", "cuda")
+                self.assert_fails(result, 1)
+                self.assertRegex(result.stderr.decode(), "no CUDA backend|no NVIDIA driver|no NVIDIA GPU")
+        self.assertFalse(out.exists())
+
+    def test_auto_takes_the_cpu_and_says_nothing_of_hidden_gpus(self):
+        result = self.succeed("bench", GOLDEN / "llama", "-p", "1", "-n", "1", "-r", "1")
+        self.assertEqual(result.stderr, b"")
 
 
 class TokenizeTest(CliTest):
