@@ -39,6 +39,15 @@ std::vector<float> make_weights(int64_t n, uint64_t seed) {
   return weights;
 }
 
+// Weights whose sizes differ by orders of magnitude within a group: quotients of normal-like numbers (Cauchy's tails). [n]
+std::vector<float> make_heavy_tails(int64_t n, uint64_t seed) {
+  const std::vector<float> above = make_weights(n, seed), below = make_weights(n, seed + 1000);
+  std::vector<float> weights(static_cast<size_t>(n));
+  for (size_t i = 0; i < weights.size(); ++i)
+    weights[i] = std::clamp(0.02f * above[i] / (std::fabs(below[i]) + 1e-6f), -1000.0f, 1000.0f);
+  return weights;
+}
+
 std::vector<float> decode_all(const HostMatrix& matrix) {
   std::vector<float> out(static_cast<size_t>(matrix.stack * matrix.rows * matrix.cols));
   for (int64_t expert = 0; expert < matrix.stack; ++expert)
@@ -118,20 +127,26 @@ class GroupTest : public testing::TestWithParam<GroupCase> {};
 
 TEST_P(GroupTest, ErrsNoMoreThanTheLargestWeightEncoder) {
   const GroupCase one = GetParam();
-  const auto weights = make_weights(kRows * kCols, 1);
-  const auto decoded = decode_all(encode_matrix("w", one.format, weights.data(), kRows, kCols));
-  double total = 0.0, total_plain = 0.0;
-  for (int64_t at = 0; at < kRows * kCols; at += one.group) {
-    double bound = 0.0;
-    const auto plain = encode_plainly(one.format, weights.data() + at, one.group, &bound);
-    const double plain_error = squared_error(plain.data(), weights.data() + at, one.group);
-    const double error = squared_error(decoded.data() + at, weights.data() + at, one.group);
-    ASSERT_LE(plain_error, one.group * bound * bound) << "the bound is wrong";
-    ASSERT_LE(error, plain_error * (1 + 1e-5)) << "group at " << at;
-    total += error;
-    total_plain += plain_error;
+  for (const bool heavy : {false, true}) {
+    const auto weights = heavy ? make_heavy_tails(kRows * kCols, 1) : make_weights(kRows * kCols, 1);
+    const auto decoded = decode_all(encode_matrix("w", one.format, weights.data(), kRows, kCols));
+    double total = 0.0, total_plain = 0.0;
+    for (int64_t at = 0; at < kRows * kCols; at += one.group) {
+      double bound = 0.0;
+      const auto plain = encode_plainly(one.format, weights.data() + at, one.group, &bound);
+      const double plain_error = squared_error(plain.data(), weights.data() + at, one.group);
+      const double error = squared_error(decoded.data() + at, weights.data() + at, one.group);
+      ASSERT_LE(plain_error, one.group * bound * bound) << "the bound is wrong";
+      ASSERT_LE(error, plain_error * (1 + 1e-5)) << "group at " << at << (heavy ? ", heavy tails" : "");
+      total += error;
+      total_plain += plain_error;
+    }
+    if (heavy) {
+      EXPECT_LT(total, total_plain) << total / total_plain;
+    } else {
+      EXPECT_LT(total, one.gain * total_plain) << total / total_plain;
+    }
   }
-  EXPECT_LT(total, one.gain * total_plain) << total / total_plain;
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -237,6 +252,38 @@ TEST(EncodeTest, Nvfp4UsesTheTensorScaleForTheRangeOfItsGroupScales) {
   for (int64_t at = 0; at < kRows * kCols; at += 16)  // half the widest step, widened by the rounding of the scale
     for (int64_t i = at; i < at + 16; ++i)
       ASSERT_LE(std::fabs(decoded[i] - weights[i]), std::fabs(peak_of(weights.data() + at, 16)) / 3) << i;
+}
+
+TEST(EncodeTest, Nvfp4ScalesAreTheBestOfAllScales) {
+  constexpr int64_t kGroups = 4 * 32;
+  for (const bool heavy : {false, true}) {
+    const auto weights = heavy ? make_heavy_tails(kGroups * 16, 5) : make_weights(kGroups * 16, 5);
+    const HostMatrix matrix = encode_matrix("w", Format::kNvfp4, weights.data(), 1, kGroups * 16);
+    const auto decoded = decode_all(matrix);
+    double total = 0.0, total_plain = 0.0;
+    for (int64_t g = 0; g < kGroups; ++g) {
+      const float* x = weights.data() + g * 16;
+      const auto error_of = [&](uint8_t code) {
+        double error = 0.0;
+        for (int i = 0; i < 16; ++i) {
+          double nearest = std::numeric_limits<double>::infinity();
+          for (const float value : kE2m1Values)
+            nearest = std::min(nearest, std::fabs(double{matrix.tensor_scale} * e4m3_to_f32(code) * value - x[i]));
+          error += nearest * nearest;
+        }
+        return error;
+      };
+      double best = std::numeric_limits<double>::infinity();
+      for (uint8_t code = 0; code <= 0x7e; ++code) best = std::min(best, error_of(code));
+      const double plain = error_of(f32_to_e4m3(std::fabs(peak_of(x, 16)) / matrix.tensor_scale / 6));
+      const double error = squared_error(decoded.data() + g * 16, x, 16);
+      EXPECT_GE(error, best * (1 - 1e-5)) << "better than the best: the exhaustive search is wrong";
+      EXPECT_LE(error, best * (1 + 1e-4)) << "group " << g << (heavy ? ", heavy tails" : "");
+      total += error;
+      total_plain += plain;
+    }
+    EXPECT_LT(total, total_plain) << total / total_plain;
+  }
 }
 
 TEST(EncodeTest, Fp8ErrsAtMostHalfAStepOfItsFloat) {
