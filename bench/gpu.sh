@@ -1,66 +1,169 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests, sanitizers, verification, benchmarks, hardware counters.
 #
-#   bench/gpu.sh [BUILD [RESULTS]]      BUILD: the build folder (build), with the CUDA backend in it
+#   bench/gpu.sh [BUILD [RESULTS]]      BUILD: a folder with the built programs (build)
 #                                       RESULTS: where the outputs go (bench/results)
-#   STEPS="tests verify bench"          some of the steps: tests sanitizers verify bench ops counters
+#   bench/gpu.sh --pack BUILD FOLDER    copies programs and libraries into FOLDER, for a machine that cannot build: there
+#                                       FOLDER is the BUILD of the first form, called from this source tree
+#   STEPS="tests decode"                some of the steps: tests verify sanitizers decode prefill ops counters
+#   MODEL=gemma4-12b REPETITIONS=3      what the benchmarks run, and how often
 #
-# Each step has its own file and its own time limit; a step that fails does not stop the next ones. Exit status: how many failed.
+# Each step has its own file and its own time limit, 19 minutes in all; one that fails does not stop the next ones. At the end a
+# table of the steps and the speeds. Exit status: how many steps failed.
 set -u
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+programs="beryl cuda_test cuda_model_test matvec_bench"
+
+if [ "${1:-}" = --pack ]; then
+  build=${2:?the build folder} folder=${3:?the folder to fill}
+  mkdir -p "$folder/lib"
+  for program in $programs; do
+    [ -e "$build/$program" ] || { echo "gpu.sh: $build/$program is not built" >&2; exit 1; }
+    cp "$build/$program" "$folder/" && strip "$folder/$program"
+  done
+  # All but what every machine has, and the driver's own.
+  ldd "$folder"/{beryl,cuda_test,cuda_model_test,matvec_bench} | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u |
+    grep -Ev '/(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|libcuda)\.so' | xargs -r cp -Lt "$folder/lib"
+  du -sh "$folder"
+  exit 0
+fi
+
 build=${1:-build} results=${2:-bench/results}
-steps=${STEPS:-tests sanitizers verify bench ops counters}
-model=gemma4-12b
-mkdir -p "$results"
+steps=${STEPS:-tests verify sanitizers decode prefill ops counters}
+model=${MODEL:-gemma4-12b} repetitions=${REPETITIONS:-3}
+export BERYL_SOURCE_DIR=$PWD
+[ ! -d "$build/lib" ] || export LD_LIBRARY_PATH=$(cd "$build/lib" && pwd)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+mkdir -p "$results" || exit 1
+for program in $programs; do
+  [ -x "$build/$program" ] || { echo "gpu.sh: $build/$program is not built" >&2; exit 1; }
+done
 failed=0
 
-# step NAME SECONDS FILE COMMAND...
-step() {
-  local name=$1 seconds=$2 file=$results/$3 status=0 begin=$SECONDS
-  shift 3
-  timeout "$seconds" "$@" > "$file" 2>&1 || status=$?
-  [ $status = 0 ] || failed=$((failed + 1))
-  printf '%-28s %4d s  exit %d  %s\n' "$name" $((SECONDS - begin)) $status "$(tail -n 1 "$file" | cut -c1-100)"
-}
 wants() { [[ " $steps " == *" $1 "* ]]; }
+has() {
+  command -v "$1" > /dev/null || { printf '%-34s %4s    not run: there is no %s\n' "$2" "" "$1"; return 1; }
+}
 
-nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm,memory.total --format=csv | tee "$results/gpu.txt"
+# report NAME STATUS BEGIN WORDS: a line of the table.
+report() {
+  [ "$2" = 0 ] || failed=$((failed + 1))
+  local how="exit $2"
+  [ "$2" != 124 ] || how="TOOK TOO LONG"
+  printf '%-34s %4d s  %s  %s\n' "$1" $((SECONDS - $3)) "$how" "$(cut -c1-100 <<< "$4")"
+}
+
+# step NAME SECONDS FILE COMMAND...: standard output into FILE, what goes wrong behind it (a file of results stays pure).
+step() {
+  local name=$1 seconds=$2 file=$results/$3 status=0 begin=$SECONDS errors
+  shift 3
+  errors=$(timeout -k 5 "$seconds" "$@" 2>&1 > "$file") || status=$?
+  local last=$(tail -n 1 "$file")
+  [[ "$last" != "{"* ]] || last="$(wc -l < "$file") results"
+  report "$name" $status $begin "${errors:-$last}"
+}
+
+# sharded NAME SECONDS FILE SHARDS COMMAND...: a gtest program in so many processes at once.
+sharded() {
+  local name=$1 seconds=$2 file=$results/$3 n=$4 status=0 begin=$SECONDS shard pids=() pid part
+  shift 4
+  for ((shard = 0; shard < n; ++shard)); do
+    GTEST_TOTAL_SHARDS=$n GTEST_SHARD_INDEX=$shard timeout -k 5 "$seconds" "$@" > "$file.$shard" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do
+    part=0
+    wait "$pid" || part=$?
+    [ $part = 0 ] || status=$part
+  done
+  cat "$file".[0-9]* > "$file"
+  rm -f "$file".[0-9]*
+  report "$name" $status $begin "$(grep -c '^\[       OK' "$file") passed, $(grep -c '^\[  FAILED  \].*ms)' "$file") failed,$(
+    ) $(grep -c '^\[  SKIPPED \].*ms)' "$file") skipped; $(grep -m 1 -E '========= (Invalid|Uninit|Error|Warning|Race)|^beryl:' "$file")"
+}
+
+# "NVIDIA H200" is h200 in the names of its results.
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | head -n 1 | sed 's/^NVIDIA //' | tr 'A-Z ' 'a-z-')
+[ -n "$gpu" ] || { echo "gpu.sh: nvidia-smi finds no GPU" >&2; exit 1; }
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm,memory.used,memory.total --format=csv | tee "$results/gpu.txt"
 
 if wants tests; then
-  step "op tests" 300 gpu-op-tests.txt "$build/cuda_test" --gtest_brief=1
-  step "golden models" 120 gpu-golden.txt "$build/cuda_model_test" --gtest_brief=1
-fi
-if wants sanitizers; then
-  # One case of each kernel family; the whole table takes hours under these tools.
-  kernels='*CudaOps*Attention*E2B_*:*CudaOps*Sample*:*CudaOps*Step*greedy*:*CudaOps*Experts*:*CudaOps*37_x_288*'
-  for tool in memcheck racecheck initcheck; do
-    step "$tool" 300 "gpu-$tool.txt" compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20 \
-      "$build/cuda_test" --gtest_filter="$kernels" --gtest_brief=1
-  done
+  sharded "op tests" 120 gpu-op-tests.txt 8 "$build/cuda_test"
+  sharded "golden models" 60 gpu-golden.txt 4 "$build/cuda_model_test"
 fi
 if wants verify; then
-  step "verify, bf16 cache" 300 gpu-verify.txt "$build/beryl" verify --device cuda
-  step "verify, fp8 cache" 300 gpu-verify-fp8.txt "$build/beryl" verify --device cuda --cache fp8
+  step "verify" 30 gpu-verify.txt "$build/beryl" verify --device cuda
 fi
-if wants bench; then
-  step "decode" 200 h200-decode.json "$build/beryl" bench --synthetic $model --device cuda -p 0 -n 128 -d 0,4096,32768 -r 3 -o json
-  step "decode, fp8 cache" 100 h200-decode-fp8.json "$build/beryl" bench --synthetic $model --device cuda --cache fp8 \
-    -p 0 -n 128 -d 32768 -r 3 -o json
-  step "decode, q4_0" 100 h200-decode-q4_0.json "$build/beryl" bench --synthetic $model --format q4_0 --head q8_0 --device cuda \
-    -p 0 -n 128 -r 3 -o json
-  step "decode, many streams" 100 h200-decode-streams.json "$build/beryl" bench --synthetic $model --device cuda -p 0 -n 64 \
-    -b 4,16,64 -r 3 -o json
-  step "allocation" 100 h200-decode-allocation.json "$build/beryl" bench --synthetic $model --device cuda -p 0 -n 64 -d 512 \
-    --allocate 4096,16384,32768,131072 -r 3 -o json
-  step "prefill" 100 h200-prefill.json "$build/beryl" bench --synthetic $model --device cuda -p 512,2048,8192 -n 0 -r 3 -o json
+if wants sanitizers && has compute-sanitizer sanitizers; then
+  # Of each kernel family some cases; the whole table takes hours under these tools. Formats: one of each codec in each way to
+  # multiply (one row with its norm, five rows, gate and up, a matrix product). Attention: all head sizes, one row and a chunk,
+  # and with FP8 and F32 caches (CudaCacheOps).
+  codecs='{fp4_g128,nvfp4,mxfp4,q4_0,q4_1,q5_0,q8_0,q4_k,q6_k,fp8,bf16,f32}'
+  cases() { local IFS=:; echo "$*"; }
+  linear=$(eval "cases '*'/CudaOps*/Linear_${codecs}_{33_x_'*'_1_rows_norm_residual,257_x_'*'_5_rows,47_'*'_gated_gelu_'*',37_x_'*'_130_rows}")
+  attention=$(cases '*/Attention_*_512_1' '*/Attention_*_58_13' '*/Attention_SmolLM2*_0_130' '*/Attention_*sliding_0_1_511_*')
+  cache=$(cases '*/QkvFinish_*_63_3_0_5_127_1' '*/QkvFinish_Gemma_4_E2B_*sharing*' '*/CopyPages_*')
+  rows=$(cases '*/AddNorm_*_640_*' '*/AddNorm_*_17_rows' '*/AddNorm_3840_*_1_rows' '*/Embed_*_640_scaled' '*/GatherRows_640*')
+  choice=$(cases '*/Route_*' '*/Experts_*_rows' '*/Sample_greedy' '*/Sample_all_filters*' '*/Sample_mask' '*/Sample_penalties' \
+    '*/Sample_greedy_ties' '*/Sample_bias*')
+  whole=$(cases '*/Step_*')
+  # These two see every access; racecheck looks at shared memory and is ten times slower, so it takes one case of each kernel.
+  for tool in memcheck initcheck; do
+    sharded "$tool" 120 "gpu-$tool.txt" 14 compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20 \
+      "$build/cuda_test" --gtest_filter="$(cases "$linear" "$attention" "$cache" "$rows" "$choice" "$whole")"
+  done
+  sharded racecheck 180 gpu-racecheck.txt 14 compute-sanitizer --tool racecheck --error-exitcode 1 --print-limit 20 \
+    "$build/cuda_test" --gtest_filter="$(eval "cases '*'/CudaOps*/Linear_{fp4_g128,q4_0,q4_k,q6_k,fp8}_{33_x_'*'_1_rows_norm_residual,47_'*'_gated_gelu_'*'}" \
+      ):$(cases '*/CudaOps*/Linear_fp4_g128_37_x_*_130_rows' '*/CudaOps*/Linear_bf16_257_x_*_5_rows' '*/Attention_Gemma_4_*_58_13' \
+      '*/Attention_Llama_1B_512_1' '*/Attention_SmolLM2*_58_13' '*/CudaOps*/QkvFinish_Gemma_4_*_63_3_*' '*/AddNorm_640_norm_*' \
+      '*/Experts_q4_0_q4_0_q8_0*' '*/Route_f32_2_of_8*' '*/Sample_greedy' '*/Sample_top_k' '*/CudaOps*/Step_greedy*')"
+fi
+
+# bench FILE SECONDS NAME OPTIONS...: decoding from random weights, results in llama-bench's fields, a line each.
+bench() {
+  local file=$1 seconds=$2 name=$3
+  shift 3
+  step "$name" "$seconds" "$file" "$build/beryl" bench --synthetic "$model" --device cuda -r "$repetitions" -o jsonl "$@"
+}
+# gather NAME FILES...: the lines of these as one JSON array.
+gather() {
+  local name=$1
+  shift
+  { echo '['; (cd "$results" && cat "$@") | sed '$!s/$/,/'; echo ']'; } > "$results/$name"
+  (cd "$results" && rm -f "$@")
+}
+if wants decode; then
+  bench decode.1 150 "decode, bf16 and fp8 cache" -p 0 -n 128 -d 0,4096,32768 --cache bf16,fp8
+  bench decode.2 40 "decode, q4_0 with q8_0 head" -p 0 -n 128 -d 0 --format q4_0 --head q8_0
+  bench decode.3 40 "decode, many streams" -p 0 -n 128 -d 0 -b 4,16,64
+  bench decode.4 60 "decode, allocations" -p 0 -n 128 -d 512 --allocate 4096,16384,32768,131072
+  gather "$gpu-decode.json" decode.1 decode.2 decode.3 decode.4
+fi
+if wants prefill; then
+  bench prefill.1 70 prefill -p 512,2048,8192 -n 0
+  gather "$gpu-prefill.json" prefill.1
 fi
 if wants ops; then
-  step "ops of a step" 60 h200-ops.md "$build/beryl" bench --synthetic $model --device cuda -d 4096 -r 5 --ops
-  step "weight streams, checked" 120 h200-matvec-check.txt "$build/matvec_bench" check
-  step "weight streams" 120 h200-matvec.txt "$build/matvec_bench" chain fp4_g128
+  step "ops of a step" 30 "$gpu-ops.md" "$build/beryl" bench --synthetic "$model" --device cuda -d 4096 -r 5 --ops
+  step "weight streams, checked" 40 "$gpu-matvec-check.txt" "$build/matvec_bench" check
+  step "weight streams" 40 "$gpu-matvec.txt" "$build/matvec_bench" chain fp4_g128
 fi
-if wants counters; then
-  step "hardware counters" 200 gpu-counters.txt ncu --clock-control none --set basic --launch-skip 400 --launch-count 12 \
-    "$build/beryl" bench --synthetic $model --device cuda -p 0 -n 4 -r 1
+if wants counters && has ncu "hardware counters"; then
+  # The clocks stay as they are. Some launches of a decode step, behind its first run.
+  step "hardware counters" 60 gpu-counters.txt ncu --clock-control none --set basic --launch-skip 400 --launch-count 12 \
+    "$build/beryl" bench --synthetic "$model" --device cuda -p 0 -n 4 -r 1
 fi
+
+# The speeds, from fields that stand in a line of their own each.
+for file in "$gpu-decode.json" "$gpu-prefill.json"; do
+  [ -e "$results/$file" ] || continue
+  awk 'function field(name) {
+         if (!match($0, "\"" name "\":[^,}]*")) return "?"
+         text = substr($0, RSTART + length(name) + 3, RLENGTH - length(name) - 3); gsub(/"/, "", text); return text
+       }
+       /avg_ts/ {
+         printf "%-34s %-4s p%-5s n%-4s depth %-6s x%-3s of %-7s %9.2f t/s  sd %.2f\n", field("model_type"), field("type_k"),
+                field("n_prompt"), field("n_gen"), field("n_depth"), field("n_streams"), field("n_allocated"), field("avg_ts"),
+                field("stddev_ts")
+       }' "$results/$file"
+done
 exit $failed

@@ -4,6 +4,7 @@
 // How:  the golden folders; skipped where there is no GPU.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -18,7 +19,11 @@
 namespace beryl {
 namespace {
 
-std::string golden_path(const std::string& model) { return std::string(BERYL_SOURCE_DIR) + "/tests/golden/" + model; }
+// The variable: for programs that run on another machine than the one that built them.
+std::string golden_path(const std::string& model) {
+  const char* folder = std::getenv("BERYL_SOURCE_DIR");
+  return std::string(folder == nullptr ? BERYL_SOURCE_DIR : folder) + "/tests/golden/" + model;
+}
 
 template <class T>
 std::vector<T> golden_values(const SafetensorsFile& file, const std::string& name) {
