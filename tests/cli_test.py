@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import select
 import shutil
 import signal
@@ -69,7 +70,7 @@ def ids_text(ids):
 
 
 class HelpTest(CliTest):
-    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench", "verify")
+    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench", "verify", "quantize")
 
     def test_alone_it_helps(self):
         texts = [self.succeed(*arguments).stdout.decode() for arguments in ([], ["--help"], ["-h"], ["help"])]
@@ -82,7 +83,7 @@ class HelpTest(CliTest):
         for command in self.COMMANDS:
             text = self.succeed(command, "--help").stdout.decode()
             self.assertIn(f"Usage: beryl {command} ", text)
-            self.assertEqual("--device NAME" in text, command != "tokenize")
+            self.assertEqual("--device NAME" in text, command not in ("tokenize", "quantize"))
             self.assertIn(f"\n  beryl {command} ", text)
         self.assertIn("layers count from 0", self.succeed("trace", "--help").stdout.decode())
 
@@ -870,6 +871,161 @@ class ThinkingTest(SpeakingCase):
                 self.assertEqual(self.statistics(statistics)[:2], (n_prompt, n_reply))
 
 
+class QuantizeTest(CliTest):
+    """From outside: what is written runs, and nothing is lost or left behind. Bits: quantize_test, quantize_model_test."""
+
+    def logits(self, model):
+        path = self.folder / "logits.safetensors"
+        self.succeed("trace", model, "--ids", "5,9,200,7,31", "--device", "reference", "-o", path)
+        return read_tensors(path)["logits"][1]
+
+    def quantize(self, source, name, *options):
+        """The folder that was written, and what was said on standard error."""
+        folder = self.folder / name
+        result = self.succeed("quantize", source, folder, *options)
+        self.assertEqual(result.stdout, b"")
+        self.assertEqual(list(self.folder.glob(f"{name}.*")), [])
+        return folder, result.stderr.decode()
+
+    def test_without_loss_the_logits_are_the_same(self):
+        for name in GOLDEN_NAMES:
+            with self.subTest(model=name):
+                wide, said = self.quantize(GOLDEN / name, f"{name}-f32", "--format", "f32")
+                self.assertIn("f32 is exact", said)
+                self.assertIn(" vectors (norms, scales)", said)
+                narrow, _ = self.quantize(wide, f"{name}-bf16", "--format", "bf16")
+                expected = self.logits(GOLDEN / name)
+                self.assertEqual(self.logits(wide), expected)
+                self.assertEqual(self.logits(narrow), expected)
+
+    def test_formats_with_loss_run_and_are_what_inspect_says(self):
+        for name in GOLDEN_NAMES:
+            for layers in ("nvfp4", "mxfp4", "q4_0", "q8_0", "fp8"):
+                with self.subTest(model=name, format=layers):
+                    folder, said = self.quantize(GOLDEN / name, f"{name}-{layers}", "--format", layers, "--head", "fp8")
+                    self.assertRegex(said, rf"\b{layers} is off by [\d.]+ % \(rms\)")
+                    self.assertTrue(all(abs(value) < 1e4 for value in self.logits(folder)))   # NaN is not < either
+                    text = self.succeed("inspect", folder).stdout.decode()
+                    self.assertRegex(text, rf"(?m)^  {layers} +\d+ matrices")
+                    self.assertRegex(text, r"(?m)^  fp8 +\d+ matrices")
+
+    def test_the_tokenizer_travels_and_the_reply_is_the_same(self):
+        model = make_speaking_model(self.folder / "speaking", suppressed=STOPS)
+        folder, _ = self.quantize(model, "speaking-f32", "--format", "f32")
+        arguments = ["-p", "Hello", "-n", "20", "--temp", "0"]
+        self.assertEqual(self.succeed("run", folder, *arguments).stdout, self.succeed("run", model, *arguments).stdout)
+        for path in model.iterdir():
+            if path.name != "model.safetensors":
+                self.assertEqual((folder / path.name).read_bytes(), path.read_bytes())
+
+    def test_wrong_command_lines(self):
+        model, out = GOLDEN / "llama", self.folder / "out"
+        for arguments, *parts in ((["quantize"], "SRC or --synthetic"),
+                                  (["quantize", model], "DST"),
+                                  (["quantize", "--synthetic", "smollm2-135m"], "DST"),
+                                  (["quantize", model, out, "--synthetic", "smollm2-135m"], "either"),
+                                  (["quantize", model, out, "--format", "q9"], "--format", "'q9'", "fp4"),
+                                  (["quantize", model, out, "--format", "i32"], "--format", "'i32'"),
+                                  (["quantize", model, out, "--head", "q9"], "--head", "'q9'"),
+                                  (["quantize", model, out, "--threads", "0"], "--threads"),
+                                  (["quantize", model, self.folder / "out.safetensors"], "folder"),
+                                  (["quantize", model, out, "x"], "x")):
+            with self.subTest(arguments=arguments):
+                self.assert_fails(beryl(*arguments), 2, *parts)
+        self.assert_fails(beryl("quantize", "--synthetic", "gemma5", out), 1, "gemma5", "gemma4-12b")
+        self.assertFalse(out.exists())
+
+    def test_destinations_are_not_harmed(self):
+        model = self.folder / "model"
+        shutil.copytree(GOLDEN / "llama", model)
+        before = {path.name: path.read_bytes() for path in model.iterdir()}
+        for options in ([], ["--force"]):
+            self.assert_fails(beryl("quantize", model, model, *options), 1, "the model to read")
+            self.assert_fails(beryl("quantize", model, self.folder / "absent" / "out", *options), 1, "No such file")
+        self.assertEqual({path.name: path.read_bytes() for path in model.iterdir()}, before)
+        out, _ = self.quantize(model, "kept", "--format", "q8_0")
+        self.assert_fails(beryl("quantize", model, out), 1, "--force")
+        self.assertIn("q8_0", self.succeed("inspect", out).stdout.decode())
+        self.quantize(model, "kept", "--format", "bf16", "--force")
+        self.assertNotIn("q8_0", self.succeed("inspect", out).stdout.decode())
+        (out / "thesis.txt").write_text("precious")
+        self.assert_fails(beryl("quantize", model, out, "--force"), 1, "thesis.txt")
+        self.assertEqual((out / "thesis.txt").read_text(), "precious")
+
+    def test_a_weight_that_is_not_finite_is_named_and_nothing_is_left(self):
+        model = self.folder / "sick"
+        shutil.copytree(GOLDEN / "llama", model)
+        name = "model.layers.1.mlp.up_proj.weight"
+        _, (rows, cols), begin, end = read_header(model / "model.safetensors")[name]
+        for bits, value in ((0x7fc0, "nan"), (0xff80, "-inf")):
+            data = bytearray((GOLDEN / "llama" / "model.safetensors").read_bytes())
+            at = begin + 2 * (3 * cols + 5)
+            data[at:at + 2] = struct.pack("<H", bits)
+            (model / "model.safetensors").write_bytes(data)
+            for layers in ("bf16", "f32", "q8_0", "nvfp4"):
+                with self.subTest(value=value, format=layers):
+                    self.assert_fails(beryl("quantize", model, self.folder / "none", "--format", layers), 1, name,
+                                      f"has {value} at row 3, column 5")
+                    self.assertEqual(list(self.folder.glob("none*")), [])
+
+    def test_a_full_disk_is_one_line_and_nothing_is_left(self):
+        def limit():   # a file may have 100 kB: as on a full disk, but with another word for it
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        # Python ignores the signal that comes with it, and so does its child.
+        result = beryl("quantize", GOLDEN / "llama", self.folder / "full", "--format", "f32", preexec_fn=limit,
+                       restore_signals=False)
+        self.assert_fails(result, 1, "model.safetensors", "cannot write", "File too large")
+        self.assertEqual(list(self.folder.glob("full*")), [])
+
+    def test_a_synthetic_model_in_bounded_memory(self):
+        def quantize(*arguments):
+            process = beryl.start("quantize", *arguments, "--threads", "2")
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            self.assertEqual(process.returncode, 0, process.stderr.read())
+            process.stdout.close()
+            process.stderr.close()
+            return usage.ru_maxrss * 1024
+        wide, narrow = self.folder / "random", self.folder / "random-q8"
+        wrote = quantize("--synthetic", "smollm2-135m", wide, "--format", "bf16")
+        read = quantize(wide, narrow, "--format", "q8_0")
+        self.assertGreater((wide / "model.safetensors").stat().st_size, 260e6)
+        self.assertGreater((narrow / "model.safetensors").stat().st_size, 140e6)
+        for peak in (wrote, read):
+            self.assertLess(peak, 70e6)
+        text = self.succeed("inspect", narrow).stdout.decode()
+        self.assertRegex(text, r"(?m)^parameters +13[45] million")
+        self.assertRegex(text, r"(?m)^  q8_0 +211 matrices")
+        result = self.succeed("trace", narrow, "--ids", "1,2,3", "-o", self.folder / "t.safetensors")
+        self.assertNotIn(b"NaN", result.stderr)
+
+    def test_ctrl_c_leaves_nothing(self):
+        for moment in range(3):
+            process = beryl.start("quantize", "--synthetic", "smollm2-135m", self.folder / "stopped", "--format", "q4_k",
+                                  "--threads", "1")
+            def written():
+                files = list(self.folder.glob("stopped.partial-*/model.safetensors.partial-*"))
+                return bool(files) and files[0].stat().st_size > 0
+            wait_until(written)
+            time.sleep(0.1 * moment)
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=60)
+            self.assertEqual(process.returncode, 130, stderr)
+            self.assertIn(b"nothing was written", stderr)
+            self.assertEqual(list(self.folder.glob("stopped*")), [])
+
+    def test_progress_is_a_line_on_a_terminal_only(self):
+        arguments = ["quantize", "--synthetic", "smollm2-135m", "--format", "bf16", "--threads", "2"]
+        with Terminal(beryl, *arguments, self.folder / "terminal") as terminal:
+            self.assertEqual(terminal.wait(), 0)
+            lines = terminal.seen.split(b"\n")
+        self.assertRegex(lines[0], rb"\A(\r\x1b\[K *[\d.]+ %  \d+ M weights/s[^\r]*)+\r\x1b\[K[^\r]*kept as they are")
+        self.assertNotIn(b"\r", b"\n".join(lines[1:]))
+        result = self.succeed(*arguments, self.folder / "elsewhere")
+        self.assertNotIn(b"\r", result.stderr)
+        self.assertEqual(result.stderr.count(b"\n"), 2)
+
+
 @unittest.skipUnless(SMOLLM2.exists(), f"{SMOLLM2} is not there")
 class SmolLM2Test(CliTest):
     QUESTION = "Why is the sky blue?"
@@ -960,6 +1116,29 @@ class RealModelTest(CliTest):
                 self.assertEqual(n_tokens, len(model["prompt"]))
                 for token, value in model["top_fp64"]:
                     self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=1e-2)
+
+    def test_a_quantised_copy_is_the_same_model_nearly(self):
+        for name, path in self.FILES.items():
+            if not path.exists():
+                continue
+            with self.subTest(model=name):
+                folder = self.folder / name
+                result = self.succeed("quantize", path, folder, "--format", "q8_0")
+                self.assertRegex(result.stderr.decode(), r"\Aberyl: warning: [^\n]* is quantised itself")
+                text = "Grüße, 世界! 🙂\n  def f(x):\n\treturn x ** 2"
+                self.assertEqual(self.succeed("tokenize", folder, text).stdout,
+                                 self.succeed("tokenize", path, text).stdout)
+                prompt = json.loads((GOLDEN / "real_models.json").read_text())["models"][name]["prompt"]
+                vocab, logits = 0, []
+                for model in (path, folder):
+                    (_, vocab), values = self.trace(model, "--ids", ids_text(prompt))["logits"]
+                    logits.append(values[-vocab:])
+                mean = sum(logits[0]) / vocab
+                spread = sum((value - mean) ** 2 for value in logits[0])
+                # Weights off by 0.5 % cannot move the logits by a tenth of their spread; a lost norm moves them all.
+                self.assertLess(sum((a - b) ** 2 for a, b in zip(*logits)), 0.01 * spread)
+                self.assertEqual(max(range(vocab), key=logits[0].__getitem__),
+                                 max(range(vocab), key=logits[1].__getitem__))
 
     @unittest.skipUnless(GEMMA3.exists(), f"{GEMMA3} is not there")
     def test_a_base_model_goes_on_with_a_text_and_chats_with_a_warning(self):

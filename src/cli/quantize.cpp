@@ -4,8 +4,8 @@
 #include <cmath>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -140,6 +140,13 @@ std::string describe_result(const QuantizePlan& plan, const QuantizeResult& resu
                      off.empty() ? "" : "; ", fmt::join(off, ", "));
 }
 
+void print_warnings(const QuantizePlan& plan, const std::string& source) {
+  if (plan.checkpoint != nullptr)
+    for (const std::string& warning : plan.checkpoint->warnings()) print_warning(warning);
+  if (plan.was_quantised)
+    print_warning(fmt::format("{}: is quantised itself; its errors and the new ones add up", source));
+}
+
 int quantize(QuantizeArguments arguments) {
   if (!arguments.synthetic.empty()) {
     // The one path given is where it goes.
@@ -163,7 +170,9 @@ int quantize(QuantizeArguments arguments) {
   options.replaces = arguments.force;
   options.n_threads = arguments.n_threads > 0 ? static_cast<int>(arguments.n_threads) : usable_cores();
   ProgressLine line;
+  bool warned = false;   // once it is known that there is something to write to, and long before it is done
   options.keep_going = [&](const QuantizeProgress& progress) {
+    if (!std::exchange(warned, true)) print_warnings(plan, arguments.source);
     line.show(progress);
     return !interrupts.interrupted();
   };
@@ -173,10 +182,6 @@ int quantize(QuantizeArguments arguments) {
     print_note("interrupted: nothing was written");
     return kExitInterrupted;
   }
-  if (plan.checkpoint != nullptr)
-    for (const std::string& warning : plan.checkpoint->warnings()) print_warning(warning);
-  if (plan.was_quantised)
-    print_warning(fmt::format("{}: is quantised itself; its errors and the new ones add up", arguments.source));
   if (const std::string kept = describe_kept(plan); !kept.empty()) print_note(kept);
   print_note(fmt::format("{}: {}", arguments.destination, describe_result(plan, result, seconds_since(start))));
   return 0;
