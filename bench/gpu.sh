@@ -8,7 +8,7 @@
 #   STEPS="tests decode"                some of the steps: tests verify sanitizers decode prefill ops counters
 #   MODEL=gemma4-12b REPETITIONS=3      what the benchmarks run, and how often
 #
-# Each step has its own file and its own time limit, 19 minutes in all; one that fails does not stop the next ones. At the end a
+# Each step has its own file and its own time limit, 20 minutes in all; one that fails does not stop the next ones. At the end a
 # table of the steps and the speeds. Exit status: how many steps failed.
 set -u
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -94,10 +94,10 @@ if wants verify; then
   step "verify" 30 gpu-verify.txt "$build/beryl" verify --device cuda
 fi
 if wants sanitizers && has compute-sanitizer sanitizers; then
-  # Of each kernel family some cases; the whole table takes hours under these tools. Formats: one of each codec in each way to
+  # Of each kernel family some cases; the whole table takes hours under these tools. Formats: each, in every way to
   # multiply (one row with its norm, five rows, gate and up, a matrix product). Attention: all head sizes, one row and a chunk,
   # and with FP8 and F32 caches (CudaCacheOps).
-  codecs='{fp4_g128,nvfp4,mxfp4,q4_0,q4_1,q5_0,q8_0,q4_k,q6_k,fp8,bf16,f32}'
+  codecs='{fp4_g128,nvfp4,mxfp4,q4_0,q4_1,q5_0,q5_1,q8_0,q4_k,q5_k,q6_k,fp8,bf16,f16,f32}'
   cases() { local IFS=:; echo "$*"; }
   linear=$(eval "cases '*'/CudaOps*/Linear_${codecs}_{33_x_'*'_1_rows_norm_residual,257_x_'*'_5_rows,47_'*'_gated_gelu_'*',37_x_'*'_130_rows}")
   attention=$(cases '*/Attention_*_512_1' '*/Attention_*_58_13' '*/Attention_SmolLM2*_0_130' '*/Attention_*sliding_0_1_511_*')
@@ -108,14 +108,17 @@ if wants sanitizers && has compute-sanitizer sanitizers; then
   whole=$(cases '*/Step_*')
   # These two see every access; racecheck looks at shared memory and is ten times slower, so it takes one case of each kernel.
   for tool in memcheck initcheck; do
-    sharded "$tool" 120 "gpu-$tool.txt" 14 compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20 \
+    sharded "$tool" 100 "gpu-$tool.txt" 14 compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20 \
       "$build/cuda_test" --gtest_filter="$(cases "$linear" "$attention" "$cache" "$rows" "$choice" "$whole")"
   done
-  sharded racecheck 180 gpu-racecheck.txt 14 compute-sanitizer --tool racecheck --error-exitcode 1 --print-limit 20 \
+  sharded racecheck 150 gpu-racecheck.txt 14 compute-sanitizer --tool racecheck --error-exitcode 1 --print-limit 20 \
     "$build/cuda_test" --gtest_filter="$(eval "cases '*'/CudaOps*/Linear_{fp4_g128,q4_0,q4_k,q6_k,fp8}_{33_x_'*'_1_rows_norm_residual,47_'*'_gated_gelu_'*'}" \
       ):$(cases '*/CudaOps*/Linear_fp4_g128_37_x_*_130_rows' '*/CudaOps*/Linear_bf16_257_x_*_5_rows' '*/Attention_Gemma_4_*_58_13' \
       '*/Attention_Llama_1B_512_1' '*/Attention_SmolLM2*_58_13' '*/CudaOps*/QkvFinish_Gemma_4_*_63_3_*' '*/AddNorm_640_norm_*' \
       '*/Experts_q4_0_q4_0_q8_0*' '*/Route_f32_2_of_8*' '*/Sample_greedy' '*/Sample_top_k' '*/CudaOps*/Step_greedy*')"
+  # Whole models, and so what only a whole step runs.
+  sharded "memcheck, whole models" 90 gpu-memcheck-models.txt 6 compute-sanitizer --tool memcheck --error-exitcode 1 --print-limit 20 \
+    "$build/cuda_model_test" --gtest_filter='*Greedy*'
 fi
 
 # bench FILE SECONDS NAME OPTIONS...: decoding from random weights, results in llama-bench's fields, a line each.
