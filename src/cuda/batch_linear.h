@@ -1,0 +1,42 @@
+// y = epilogue(W · norm(x)) for 9 to 64 rows of x (right for any number): batched decoding and short prompts, on the same
+// packed tiles as the decode kernel, without expanding them.
+//
+// Two kernels a call. The first cuts x into digits (codec.cuh) once, in the order in which the tensor cores read them; the
+// second streams the weights through shared memory once for every 64 rows and decodes each tile once. The same x row gives
+// the same bits as in the decode kernel, whatever the other rows and their number.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/decode_phase.h"
+#include "cuda/kernels.h"
+#include "cuda/matvec_layout.h"
+
+namespace beryl::cuda {
+
+inline constexpr int kBatchRows = 64;           // rows of x for one reading of the weights
+
+struct BatchLinearArgs {
+  const uint8_t* weights;           // [plan.packed_bytes], 128-byte aligned
+  RowsView x;                       // [n_rows][cols]; rows 16-byte aligned
+  int n_rows;                       // >= 1; more than kBatchRows read the weights again
+  bool has_norm;                    // x := x / sqrt(mean(x²) + norm_eps) · norm_weight
+  const float* norm_weight;         // [cols], null: 1
+  float norm_eps;
+  DecodeEpilogue epilogue;
+  RowsView other;                   // [n_rows][outputs]; may be y itself
+  float softcap;
+  RowsView y;                       // [n_rows][outputs], written
+  void* scratch;                    // [batch_scratch_bytes], 128-byte aligned; holds nothing between calls
+};
+
+// Bytes of scratch for calls with up to n_rows rows. Calls on one stream may share one scratch.
+int64_t batch_scratch_bytes(const MatvecPlan& plan, int n_rows);
+// The part of it that holds x, for reports.
+int64_t batch_x_bytes(const MatvecPlan& plan, int n_rows);
+
+// Only launches, so it may be captured.
+void launch_batch_linear(const MatvecPlan& plan, const BatchLinearArgs& args, const MatvecDevice& device,
+                         const LaunchContext& context);
+
+}  // namespace beryl::cuda
