@@ -137,7 +137,7 @@ gather() {
 if wants decode; then
   bench decode.1 150 "decode, bf16 and fp8 cache" -p 0 -n 128 -d 0,4096,32768 --cache bf16,fp8
   bench decode.2 40 "decode, q4_0 with q8_0 head" -p 0 -n 128 -d 0 --format q4_0 --head q8_0
-  bench decode.3 40 "decode, many streams" -p 0 -n 128 -d 0 -b 4,16,64
+  bench decode.3 60 "decode, many streams" -p 0 -n 64 -d 0 -b 4,16,64
   bench decode.4 60 "decode, allocations" -p 0 -n 128 -d 512 --allocate 4096,16384,32768,131072
   gather "$gpu-decode.json" decode.1 decode.2 decode.3 decode.4
 fi
