@@ -1125,6 +1125,7 @@ class RealModelTest(CliTest):
                 folder = self.folder / name
                 result = self.succeed("quantize", path, folder, "--format", "q8_0")
                 self.assertRegex(result.stderr.decode(), r"\Aberyl: warning: [^\n]* is quantised itself")
+                self.assertRegex(self.succeed("inspect", folder).stdout.decode(), r"(?m)^container .*GGUF's metadata")
                 text = "Grüße, 世界! 🙂\n  def f(x):\n\treturn x ** 2"
                 self.assertEqual(self.succeed("tokenize", folder, text).stdout,
                                  self.succeed("tokenize", path, text).stdout)

@@ -1,4 +1,4 @@
-// A folder that appears whole or not at all: it is filled under another name beside its place, and renamed when complete.
+// A folder that appears whole or not at all: it is filled under another name beside its place, then renamed.
 #pragma once
 
 #include <span>

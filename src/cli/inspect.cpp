@@ -1,6 +1,7 @@
 // beryl inspect: what a model file is, what beryl uses of it and what it ignores, the step, the memory it will take.
 #include <algorithm>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -265,9 +266,14 @@ class Inspection {
     int64_t bytes = 0;
     for (const TensorInfo& tensor : checkpoint_.tensors()) bytes += static_cast<int64_t>(tensor.data.size());
     const bool gguf = checkpoint_.container() == Container::kGguf;
+    std::error_code ignored;
+    const bool in_folder = std::filesystem::is_directory(checkpoint_.path(), ignored);
     write_output(line("file", checkpoint_.path()) +
                  line("container", fmt::format("{}: {} tensors, {}; {} metadata keys",
-                                               gguf ? "GGUF" : "Hugging Face folder", checkpoint_.tensors().size(),
+                                               !gguf      ? "Hugging Face folder"
+                                               : in_folder ? "safetensors with a GGUF's metadata"
+                                                           : "GGUF",
+                                               checkpoint_.tensors().size(),
                                                human_bytes(bytes), checkpoint_.metadata().keys().size())));
     for (const std::string& warning : checkpoint_.warnings()) write_output(line("warning", warning));
   }

@@ -98,7 +98,9 @@ std::string describe_kept(const QuantizePlan& plan) {
       case Treatment::kSame:
         parts.push_back(fmt::format("{} {} in the format asked for already", n, n == 1 ? "matrix" : "matrices"));
         break;
-      case Treatment::kVector: parts.push_back(fmt::format("{} {}", n, n == 1 ? "vector" : "vectors (norms, scales)")); break;
+      case Treatment::kVector:
+        parts.push_back(fmt::format("{} {}", n, n == 1 ? "vector" : "vectors (norms, scales)"));
+        break;
       case Treatment::kRouter: parts.push_back(fmt::format("{} {}", n, n == 1 ? "router" : "routers")); break;
       case Treatment::kOddRows:
         parts.push_back(fmt::format("{} {} whose rows are no whole blocks ({} columns in {}, in {})", n,

@@ -131,7 +131,8 @@ void make_matrix_row(uint64_t seed, uint64_t tensor, int64_t row, int64_t cols, 
   const float scale = 1 / (kDeviation * std::sqrt(static_cast<float>(cols)));
   const auto draws_a_row = static_cast<uint64_t>((cols + 3) / 4);
   for (int64_t col = 0; col < cols; col += 4) {
-    const Random4 bits = philox(seed, static_cast<uint64_t>(row) * draws_a_row + static_cast<uint64_t>(col / 4), tensor);
+    const uint64_t draw = static_cast<uint64_t>(row) * draws_a_row + static_cast<uint64_t>(col / 4);
+    const Random4 bits = philox(seed, draw, tensor);
     for (int64_t i = 0; i < std::min<int64_t>(4, cols - col); ++i) {
       uint32_t sum = 0;
       for (int byte = 0; byte < 4; ++byte) sum += bits.x[i] >> (8 * byte) & 0xff;

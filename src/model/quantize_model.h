@@ -1,5 +1,5 @@
-// A model in other weight formats, as a folder that every command loads: which tensor gets which format, and which files
-// travel along.
+// A model in other weight formats, as a folder that every command loads: which tensor gets which format, and which
+// files travel along.
 #pragma once
 
 #include <cstdint>

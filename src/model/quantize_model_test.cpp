@@ -206,11 +206,14 @@ TEST(QuantizeModelTest, NeitherTheSourceNorAnythingElseIsHarmed) {
   fs::copy(test::golden_folder("llama"), folder.path("source"));
   const QuantizeFormats formats{Format::kQ8_0, {}};
   const auto write = [&](const std::string& to, bool replaces) {
-    return [&, to, replaces] { write_model_folder(plan_quantize(folder.path("source"), formats), to, go_on(replaces)); };
+    return [&, to, replaces] {
+      write_model_folder(plan_quantize(folder.path("source"), formats), to, go_on(replaces));
+    };
   };
   for (const bool replaces : {false, true}) {
     test::expect_refused(write(folder.path("source"), replaces), ErrorCode::kBadInput, {"the model to read"});
-    test::expect_refused(write(folder.path("source/../source/"), replaces), ErrorCode::kBadInput, {"the model to read"});
+    test::expect_refused(write(folder.path("source/../source/"), replaces), ErrorCode::kBadInput,
+                         {"the model to read"});
   }
   write(folder.path("out"), false)();
   test::expect_refused(write(folder.path("out"), false), ErrorCode::kBadInput, {"--force"});

@@ -75,8 +75,9 @@ std::unique_ptr<Checkpoint> open_checkpoint(const std::string& path);
 // The matrix a tensor holds: [n] is 1 x n, [] is 1 x 1, [stack, rows, cols] are experts. Takes in what lies beside it
 // (companions_of): the scale plane of a two-plane format, and what becomes tensor_scale: GGUF's one-element "X.scale"
 // beside a matrix "X.weight", our own one-element "NAME_scale" beside a block-quantised NAME. Points into the
-// checkpoint's mapping, which must outlive it, except where `storage` is set. Throws Error(kBadInput or kUnsupported) naming the tensor when it is no weight, has a zero dimension or more
-// than three, or lacks its scales or has them in a wrong shape.
+// checkpoint's mapping, which must outlive it, except where `storage` is set. Throws Error(kBadInput or kUnsupported)
+// naming the tensor when it is no weight, has a zero dimension or more than three, or lacks its scales or has them in a
+// wrong shape.
 HostMatrix matrix_of(const Checkpoint& checkpoint, const TensorInfo& tensor);
 
 // Names of the tensors that matrix_of(tensor) reads or rightly ignores besides the tensor itself, so that a loader can

@@ -148,7 +148,9 @@ ScaleFit fit_scale(const float* x, const float* w, int n, std::span<const float>
     if (sums.error < best.error) best = {scale, sums.error};
     return sums;
   };
-  const auto is_usable = [](float scale) { return scale != 0.0f && std::isfinite(scale) && std::isfinite(inverse_of(scale)); };
+  const auto is_usable = [](float scale) {
+    return scale != 0.0f && std::isfinite(scale) && std::isfinite(inverse_of(scale));
+  };
   const auto better_scale = [&](const ScaleSums& sums) { return sums.vv == 0.0f ? 0.0f : round(sums.xv / sums.vv); };
 
   struct Start {

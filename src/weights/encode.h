@@ -1,9 +1,10 @@
 // Quantising: f32 weights into any weight format. Host only, single thread a call; callers spread rows over threads.
 //
-// Formats with group scales choose them by search, not by the largest weight alone: candidate scales, each improved by
-// least squares with the codes held, the least squared error as it will be decoded wins. The largest-weight scale is
-// always a candidate, so the error is never larger than its. Q4_K, Q5_K and Q6_K weigh the errors of large weights more
-// (encode.cpp says how) and also search their groups' integer scales. FP8 scales each row's largest weight to 448.
+// Formats with group scales choose them by search, not by the largest weight alone: candidate scales, the best of them
+// improved by least squares with the codes held; the least squared error as it will be decoded wins. The largest-weight
+// scale is always a candidate, so the error is never larger than its. NVFP4's scales are so few that all are tried.
+// Q4_K, Q5_K and Q6_K weigh the errors of large weights more (encode.cpp says how) and also search their groups'
+// integer scales. FP8 scales each row's largest weight to 448.
 //
 // What a format can hold exactly comes back exactly: FP4, MXFP4, Q4_0 and Q5_0 always; the others when some code of
 // each group (and some group's integer scale) is at the end of its range.

@@ -39,7 +39,7 @@ std::vector<float> make_weights(int64_t n, uint64_t seed) {
   return weights;
 }
 
-// Weights whose sizes differ by orders of magnitude within a group: quotients of normal-like numbers (Cauchy's tails). [n]
+// Weights whose sizes differ by orders of magnitude within a group: quotients of normal-like numbers. [n]
 std::vector<float> make_heavy_tails(int64_t n, uint64_t seed) {
   const std::vector<float> above = make_weights(n, seed), below = make_weights(n, seed + 1000);
   std::vector<float> weights(static_cast<size_t>(n));

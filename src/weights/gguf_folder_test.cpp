@@ -1,4 +1,4 @@
-// What: a folder of metadata.gguf and model.safetensors is a GGUF checkpoint, and metadata.gguf is what the source said.
+// What: a folder of metadata.gguf and model.safetensors is a GGUF checkpoint; metadata.gguf is what the source said.
 // How:  metadata of every value type are taken from a file, from one of version 2 and from a split set, and read back;
 //       folders that are no such folders are refused with the file that is wrong.
 #include "weights/gguf.h"

@@ -125,8 +125,9 @@ class TensorRows {
 void check_finite(const std::string& name, const float* weights, int64_t row, int64_t cols) {
   for (int64_t col = 0; col < cols; ++col)
     if (!std::isfinite(weights[col]))
-      throw Error(ErrorCode::kBadInput, fmt::format("tensor {} has {} at row {}, column {}; finite weights were expected",
-                                                    quote(name), weights[col], row, col));
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("tensor {} has {} at row {}, column {}; finite weights were expected", quote(name),
+                              weights[col], row, col));
 }
 
 // The memory of one thread.

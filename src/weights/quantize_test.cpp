@@ -1,5 +1,5 @@
 // What: a stream of tensors is written as encoding each whole matrix would, for any number of threads; tensors in their
-//       format already are copied; what fails or is stopped leaves nothing; chunks are small whatever the tensor's size.
+//       format already are copied; what fails or is stopped leaves nothing; chunks are small for tensors of any size.
 // How:  bytes in the file are compared with encode_matrix and with the source; tensors span several pieces and chunks,
 //       with rows that do not divide them; NaN lies where several threads could meet one first.
 #include "weights/quantize.h"
