@@ -211,7 +211,7 @@ Command add_quantize_command(CLI::App& program) {
   add_choice(*app, "--head", arguments->head, head_formats,
              "format of embedding and head (default: fp8 beside the 4-bit floats, q8_0 beside small integers, else "
              "as --format)");
-  app->add_flag("--force", arguments->force, "replace DST, if it is a folder that quantize wrote");
+  app->add_flag("--force", arguments->force, "replace DST, if it holds nothing but a model");
   add_integer(*app, "--threads", arguments->n_threads, 1, 1024, "threads (default: one a core)");
   app->footer(
       "Norms, routers and matrices whose rows are no whole blocks keep their format.\n\n"
