@@ -355,7 +355,7 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
   const auto norms = random_values(static_cast<size_t>(cols), seed + 3);
   const auto others = random_values(static_cast<size_t>(n_max * outputs), seed + 5);
   const Device<float> x(xs), norm(norms), other(others), y(static_cast<size_t>(n_max * outputs));
-  const Device<std::byte> scratch(static_cast<size_t>(batch_scratch_bytes(m->plan, n_max)));
+  const Device<std::byte> scratch(static_cast<size_t>(batch_scratch_bytes(m->plan, n_max, device)));
   const auto arguments = [&](int n_rows) {
     BatchLinearArgs args = {};
     args.weights = reinterpret_cast<const uint8_t*>(weights.data());
@@ -372,6 +372,7 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
     check(cudaStreamSynchronize(context.stream), "bench check");
     return y.host();
   };
+  check(cudaMemset(scratch.data(), 0, scratch.n), "bench scratch");
   y.poison();
   launch_in_order(m->plan, arguments(n_max), context);
   const std::vector<float> in_order = finish();
@@ -393,7 +394,7 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
   expect(relative < bound, name + ": error against double precision");
   bool same = true;
   for (const int n : counts) {
-    scratch.poison(), y.poison();
+    y.poison();
     launch_batch_linear(m->plan, arguments(n), device, context);
     const std::vector<float> got = finish();
     int64_t wrong = 0;
@@ -499,11 +500,11 @@ class Chain {
                                    at(l, s).bytes.size(), cudaMemcpyDeviceToDevice),
                 "bench copy");
         layer_bytes_ += at(l, s).plan.packed_bytes;
-        scratch_bytes_ = std::max(scratch_bytes_, batch_scratch_bytes(at(l, s).plan, kBatchRows));
+        scratch_bytes_ = std::max(scratch_bytes_, batch_scratch_bytes(at(l, s).plan, kBatchRows, device));
       }
     }
     head_ = std::make_unique<Device<std::byte>>(at(0, kHead).bytes);
-    scratch_bytes_ = std::max(scratch_bytes_, batch_scratch_bytes(at(0, kHead).plan, kBatchRows));
+    scratch_bytes_ = std::max(scratch_bytes_, batch_scratch_bytes(at(0, kHead).plan, kBatchRows, device));
     for (auto& norm : norms_) {
       std::vector<float> values = random_values(kHidden, 900 + static_cast<uint64_t>(&norm - norms_));
       for (float& v : values) v = 1 + 0.3f * v;
@@ -515,6 +516,7 @@ class Chain {
     down_ = std::make_unique<Device<float>>(random_values(kBatchRows * kHidden, 78, 20));
     logits_ = std::make_unique<Device<float>>(static_cast<size_t>(kBatchRows) * kVocab);
     scratch_ = std::make_unique<Device<std::byte>>(static_cast<size_t>(scratch_bytes_));
+    check(cudaMemset(scratch_->data(), 0, scratch_->n), "bench scratch");
     sink_ = std::make_unique<Device<unsigned>>(4);
   }
 
@@ -525,7 +527,6 @@ class Chain {
   int64_t layer_bytes() const { return layer_bytes_; }
   int64_t head_bytes() const { return at(0, kHead).plan.packed_bytes; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  int n_layers() const { return n_layers_; }
 
   BatchLinearArgs args(int l, int s, int n_rows) const {
     BatchLinearArgs a = {};

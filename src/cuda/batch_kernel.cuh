@@ -1,16 +1,20 @@
-// The kernels of batch_linear.h: x to digits, and the product.
+// The kernel of batch_linear.h.
 //
-// The product. A block has two teams of 4 warps that multiply and a warp that copies. Its work are items: a block of row
-// tiles times one chunk of columns (matvec_layout.h). For each column tile of an item, one slot of a ring in shared memory
-// gets the row tiles' weights and the digits of x for these columns.
-//   by rows      an item has 8 row tiles; each warp multiplies its own in every slot
+// First the blocks together cut x into digits: each warp takes some groups of 128 columns of some rows, writes them to
+// memory, and a counter tells when all are there. (So all blocks must be resident together.)
+//
+// A block is two teams of 4 warps. Its work are items: a block of row tiles times one chunk of columns (matvec_layout.h).
+//   by rows      an item has 8 row tiles, one a warp
 //   by columns   an item has 4 row tiles; a warp of each team has the same one, and the teams take turns by pairs of column
 //                tiles. The second team hands its sums of a pair to the first. For matrices of few rows.
-// A warp decodes a tile once for all rows of x. Formats with one scale a tile of integers (FP4) use the tensor core's
-// instructions for 4 warps (wgmma, batch_wgmma.cuh) where there are such; all others go through their codec.
+// Each warp fetches its own tiles, a few ahead, into a ring of its own in shared memory (cp.async), across items and before
+// the kernel before has finished. The digits of x for one column tile after the other go through a ring that all warps
+// with the same columns share, a bulk copy each, which one of these warps asks for. A warp decodes a tile once for all rows of x. Formats with one scale a tile of integers (FP4) use the tensor
+// core's instructions for 4 warps (wgmma, batch_wgmma.cuh) where there are such; all others go through their codec.
 //
 // Every sum has the order that matvec_layout.h describes: pairs of column tiles in order within a chunk, then the chunks.
-// Chunks of one row tile are multiplied by different blocks; whoever is last adds them, first to last.
+// Where there are few items, the chunks of a row tile are multiplied by different blocks (split); whoever is last adds
+// them, first to last.
 //
 // Moves the packed bytes of W from memory; from the L2 besides, for each item, the digits of x in its columns.
 #pragma once
@@ -28,12 +32,9 @@ namespace beryl::cuda {
 
 inline constexpr int kTeams = 2;
 inline constexpr int kTeamWarps = 4;
-inline constexpr int kBatchConsumers = kTeams * kTeamWarps * 32;
-inline constexpr int kBatchThreads = kBatchConsumers + 32;
-inline constexpr int kBatchMaxSlots = 16;
+inline constexpr int kBatchThreads = kTeams * kTeamWarps * 32;
+inline constexpr int kBatchMaxSlots = 8;        // of both rings of x
 inline constexpr int kGroupRows = 16;           // rows of x that a codec multiplies at once: 4 n-tiles of 4 rows
-
-inline constexpr int kBatchMaxNormCols = 512 * 128;
 
 // ---- x in memory: a tile for each column tile of W ----
 //   digits   [rows][bytes]          as the codec reads them; or [8 k-halves][rows / 4][8 columns][16 bytes], as wgmma does
@@ -44,7 +45,7 @@ struct XScale {
   float scale;
   int offset;                       // what the offset of the weights adds to the integer sum of the row
 };
-constexpr bool is_float_format(Format format) {
+__host__ __device__ constexpr bool is_float_format(Format format) {
   return format == Format::kFp8 || format == Format::kF16 || format == Format::kBf16;
 }
 __host__ __device__ constexpr int x_row_bytes(Format format) { return format == Format::kFp8 ? 512 : 256; }
@@ -54,21 +55,36 @@ __host__ __device__ constexpr int x_scale_bytes(Format format) {
 __host__ __device__ constexpr int x_tile_bytes(Format format, int padded_rows) {
   return (padded_rows * (x_row_bytes(format) + x_scale_bytes(format)) + 127) / 128 * 128;
 }
+// Blocks on a multiprocessor, as registers and shared memory allow.
+__host__ __device__ constexpr int blocks_an_sm(Format format, int padded_rows) {
+  return padded_rows <= 16 || (format == Format::kFp4G128 && padded_rows <= 32) ? 2 : 1;
+}
 // Whether x is laid out for wgmma: decided where the kernels are compiled, alike for both.
 constexpr bool kernel_uses_wgmma(Format format) { return BERYL_WGMMA && format == Format::kFp4G128; }
 
-struct PrepareArgs {
-  RowsView x;
-  const float* norm_weight;         // [cols], null: 1
-  bool has_norm;
-  float norm_eps;
-  float inverse_cols;
-  int cols;
-  int padded_rows;
-  unsigned char* tiles;
-  float* factors;                   // [rows] of the norm
-  int* counters;                    // set to 0
-  int n_counters;
+// Column tiles that a warp multiplies at a time: a pair where x is narrow.
+__host__ __device__ constexpr int step_tiles(Format format, int padded_rows) {
+  return is_float_format(format) || padded_rows > 16 ? 1 : 2;
+}
+__host__ __device__ constexpr int tile_bytes(Format format) {
+  return tile_shape(format).code_bytes + tile_shape(format).meta_bytes;
+}
+// Steps of a warp's ring: enough bytes in flight for a multiprocessor's share of the memory.
+__host__ __device__ constexpr int weight_slots(Format format, int padded_rows) {
+  if (step_tiles(format, padded_rows) == 1) return 4;
+  return tile_bytes(format) <= 1728 ? 3 : 2;
+}
+__host__ __device__ constexpr int weight_ring_bytes(Format format, int padded_rows) {        // of a block
+  return kTeams * kTeamWarps * weight_slots(format, padded_rows) * step_tiles(format, padded_rows) * tile_bytes(format);
+}
+
+// In the scratch, all zeros between calls.
+inline constexpr int kMaxCountedTiles = 32768;
+struct BatchControl {
+  int ready;                        // blocks that have written their part of x
+  int left;                         // blocks that need `ready` no more
+  int unused[30];
+  int chunks[kMaxCountedTiles];     // of each row tile: chunks that are done (split)
 };
 
 struct BatchKernelArgs {
@@ -81,71 +97,253 @@ struct BatchKernelArgs {
   int n_column_tiles, n_row_tiles;
   int stored_row_tiles;             // with those that fill the last unit
 
-  const unsigned char* x_tiles;
-  const float* factors;
-  int* counters;                    // [n_row_tiles]: chunks that are done
-  float* partials;                  // [n_chunks][n_row_tiles][padded_rows / 4][2][32]: sums of a chunk as the lanes hold them
+  RowsView x;
+  const float* norm_weight;         // [cols], null: 1
+  float norm_eps, inverse_cols;
+  int cols;
+  bool has_norm;
   int n_rows, padded_rows;
+  int row_shift;                    // 2^row_shift >= n_rows
+
+  BatchControl* control;
+  float* squares;                   // [n_groups][kBatchRows]: sums of squares of groups of 128 columns, for the norm
+  unsigned char* x_tiles;
+  float* partials;                  // [n_chunks][tiles][padded_rows / 4][2][32]: sums of a chunk as the lanes hold them;
+  int64_t chunk_floats;             // tiles: all row tiles (split), or those that all blocks have at a time
 
   RowsView y, other;
   float softcap;
   int outputs;
   DecodeEpilogue epilogue;
   bool gated;
-  bool has_norm;
 
-  bool by_columns;
+  bool by_columns, split;
   int item_tiles;                   // row tiles of an item
-  int n_items;
-  int n_slots, slot_bytes;
-  int slot_x_at;                    // where in a slot x begins
-  int exchange_at;                  // in shared memory, behind the ring
+  int n_row_blocks;                 // of item_tiles each
+  int n_slots;                      // of a ring of x, each step_tiles · x_tile_bytes; the rings (by columns: two) begin
+                                    // shared memory
+  int weights_at;                   // the warps' rings
+  int exchange_at;
   int small_at;
 };
 
 struct BatchShared {
-  alignas(8) uint64_t full[kBatchMaxSlots];
-  uint64_t empty[kBatchMaxSlots];
+  alignas(8) uint64_t full[kTeams][kBatchMaxSlots];       // of the rings of x; by rows there is one
+  uint64_t empty[kTeams][kBatchMaxSlots];
   uint64_t handed[kTeamWarps][2];   // by columns: a buffer of the second team is full
   uint64_t taken[kTeamWarps][2];
   uint32_t tables[3][32];           // of E2M1 decoding, a copy a lane
 };
 
-// ---- x to digits ----
+// ---- work ----
 
-// A block has one row, all groups of it where there is a norm.
-template <class Codec, Format kFormat>
-__global__ void __launch_bounds__(1024) prepare_x_kernel(const __grid_constant__ PrepareArgs a) {
-  __shared__ float sums[kBatchMaxNormCols / 128];   // the groups' squares
-  constexpr int kTileColumns = tile_shape(kFormat).columns;
-  grid_launch_dependents();
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int n_warps = static_cast<int>(blockDim.x) / 32, n_groups = (a.cols + 127) / 128, row = static_cast<int>(blockIdx.x);
-  const int first = static_cast<int>(blockIdx.y) * n_warps + warp, step = n_warps * static_cast<int>(gridDim.y);
-  auto weight_of = [&](int group) {
-    const int col = group * 128 + lane * 4;
-    return a.has_norm && col < a.cols ? load_weight4(a.norm_weight, col) : make_float4(1, 1, 1, 1);
-  };
-  float4 weight = weight_of(first);
-  grid_wait_only();
-  const int thread = static_cast<int>((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x);
-  if (thread < a.n_counters)
-    for (int i = thread; i < a.n_counters; i += static_cast<int>(gridDim.x * gridDim.y * blockDim.x)) a.counters[i] = 0;
-  for (int group = first; group < n_groups; group += step) {
-    const int col = group * 128 + lane * 4;
-    float4 v = make_float4(0, 0, 0, 0);
-    if (col < a.cols) v = __ldcg(reinterpret_cast<const float4*>(a.x.values + row * a.x.stride + col));
-    if (group != first) weight = weight_of(group);
-    if (a.has_norm) {
-      const float squares = group_squares(v);
-      if (lane == 0) sums[group] = squares;
-      v = times(v, weight);
+struct Slot {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next(int n_slots) {
+    if (++index == n_slots) index = 0, parity ^= 1;
+  }
+};
+
+// The column tiles of a block's items, one after the other, or those that a team of it has: alternate pairs.
+struct Walk {
+  int row_block = 0, chunk = 0;     // the item
+  int t = 0;                        // column tile of the chunk
+  int n_columns = 0, pair = 1;      // of the chunk; of a pair: 2, or 1 in an odd last stage
+
+  __device__ __forceinline__ bool done(const BatchKernelArgs& a) const {
+    return a.split ? chunk >= a.n_chunks : row_block >= a.n_row_blocks;
+  }
+  __device__ __forceinline__ int first_column(const BatchKernelArgs& a) const { return chunk * kChunkStages * a.k_warps; }
+  // To the item after this one.
+  __device__ __forceinline__ void next_item(const BatchKernelArgs& a) {
+    if (!a.split) {
+      if (++chunk < a.n_chunks) return;
+      chunk = 0;
+      row_block += static_cast<int>(gridDim.x);
+    } else {
+      row_block += static_cast<int>(gridDim.x);
+      wrap(a);
     }
-    unsigned char* tile = a.tiles + int64_t{group} * (128 / kTileColumns) * x_tile_bytes(kFormat, a.padded_rows);
+  }
+  // To the first of its column tiles; false where this team has none.
+  __device__ __forceinline__ bool enter(const BatchKernelArgs& a, int team) {
+    pair = min(a.n_stages - chunk * kChunkStages, kChunkStages);
+    n_columns = min(pair * a.k_warps, a.n_column_tiles - first_column(a));
+    t = a.by_columns ? team * pair : 0;
+    return t < n_columns;
+  }
+  __device__ __forceinline__ void begin(const BatchKernelArgs& a, int team) {
+    row_block = static_cast<int>(blockIdx.x);
+    if (a.split) wrap(a);
+    while (!done(a) && !enter(a, team)) next_item(a);
+  }
+  // Column tiles of the next step.
+  template <int kStep>
+  __device__ __forceinline__ int n_tiles() const { return kStep == 1 ? 1 : min(pair, n_columns - t); }
+  enum class Next { kSamePair, kNextPair, kNextItem };
+  template <int kStep>
+  __device__ __forceinline__ Next next(const BatchKernelArgs& a, int team) {
+    t += kStep == 1 ? 1 : pair;
+    const bool pair_done = kStep > 1 || (t & (pair - 1)) == 0;
+    if (pair_done && a.by_columns) t += pair;
+    if (t < n_columns) return pair_done ? Next::kNextPair : Next::kSamePair;
+    do next_item(a);
+    while (!done(a) && !enter(a, team));
+    return Next::kNextItem;
+  }
+
+ private:
+  // The items of split work: chunk by chunk, all row blocks of each.
+  __device__ __forceinline__ void wrap(const BatchKernelArgs& a) {
+    while (row_block >= a.n_row_blocks && chunk < a.n_chunks) row_block -= a.n_row_blocks, ++chunk;
+  }
+};
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+// Between plain stores and bulk copies of the same memory.
+__device__ __forceinline__ void fence_bulk_copies() {
+#if BERYL_BULK_COPY
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+#if BERYL_BULK_COPY
+// By one thread: the barrier's phase waits for one arrival and the bytes. x is read again by other blocks: no hint.
+__device__ __forceinline__ void copy_tile_of_x(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(n_bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+#endif
+// Weights are read once a step: they should leave the L2 first.
+__device__ __forceinline__ uint64_t streaming_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_streamed16(uint32_t to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+               : "memory");
+}
+
+template <class Codec, Format kFormat, int kGroups>
+class BatchLinear {
+ public:
+  static constexpr TileShape kTile = tile_shape(kFormat);
+  static constexpr int kTiles = 4 * kGroups;    // n-tiles: of 4 rows of x
+  static constexpr bool kWgmma = kernel_uses_wgmma(kFormat);
+  static constexpr int kTileBytes = tile_bytes(kFormat);
+  static constexpr int kStep = step_tiles(kFormat, kGroups * kGroupRows);
+  static constexpr int kSlotBytes = kStep * kTileBytes;      // of a warp's ring
+  static constexpr int kWeightSlots = weight_slots(kFormat, kGroups * kGroupRows);
+
+  __device__ __forceinline__ BatchLinear(const BatchKernelArgs& args, unsigned char* shared_memory)
+      : a(args), shared(shared_memory), small(reinterpret_cast<BatchShared*>(shared_memory + args.small_at)),
+        warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), team(warp / kTeamWarps),
+        own_tile(args.by_columns ? warp % kTeamWarps : warp), ring(args.by_columns ? team : 0),
+        feeds(warp == (args.by_columns ? team * kTeamWarps : 0)),
+        x_ring(shared_memory + ring * args.n_slots * kStep * x_tile_bytes(kFormat, args.padded_rows)),
+        own_weights(shared_memory + args.weights_at + warp * kWeightSlots * kSlotBytes),
+        x_bytes(x_tile_bytes(kFormat, args.padded_rows)) {}
+
+  __device__ __forceinline__ void run() {
+    grid_launch_dependents();
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < kTeams * kBatchMaxSlots) {
+      barrier_init(small->full[0] + thread, BERYL_BULK_COPY ? 1 : 32);
+      barrier_init(small->empty[0] + thread, a.by_columns ? kTeamWarps : kTeams * kTeamWarps);
+      barrier_init_fence();
+    } else if (thread < kTeams * kBatchMaxSlots + 2 * kTeamWarps) {
+      barrier_init(small->handed[0] + thread - kTeams * kBatchMaxSlots, 1);
+      barrier_init(small->taken[0] + thread - kTeams * kBatchMaxSlots, 1);
+    }
+    if (warp == 7) {
+      small->tables[0][lane] = kWgmma ? kOffsetPositiveLow : kPositiveLow;
+      small->tables[1][lane] = kWgmma ? kOffsetNegativeLow : kNegativeLow;
+      small->tables[2][lane] = ~0u;
+    }
+    policy = streaming_policy();
+    ahead.begin(a, team);
+    enter_item();
+    for (int i = 0; i < kWeightSlots - 1; ++i) fetch(i);
+    grid_wait_only();
+    prepare_x();
+    __syncthreads();
+    if (thread == 0) {
+      __threadfence();
+      atomicAdd(&a.control->ready, 1);
+    }
+    const volatile uint32_t* words = small->tables[0];
+    tables = {words[lane], words[32 + lane], words[64 + lane]};
+    if (feeds) {
+      Walk step;
+      step.begin(a, team);
+      if (!step.done(a)) await_x();
+      for (int i = 0; i < kWeightSlots - 1 && !step.done(a); ++i) {
+        feed_x(step);
+        step.template next<kStep>(a, team);
+      }
+    }
+    Walk item;
+    for (item.begin(a, 0); !item.done(a); item.next_item(a), item.enter(a, 0)) {
+      float sum[kTiles][2] = {};
+      multiply(item, sum);
+      const int row_tile = item.row_block * a.item_tiles + own_tile;
+      if (row_tile < a.n_row_tiles && (!a.by_columns || team == 0)) finish(row_tile, item.chunk, sum);
+    }
+    if (thread == 0 && atomicAdd(&a.control->left, 1) == static_cast<int>(gridDim.x) - 1) {
+      a.control->ready = 0;
+      a.control->left = 0;
+    }
+  }
+
+ private:
+  // ---- x to digits ----
+
+  // This block's part.
+  __device__ __forceinline__ void prepare_x() const {
+    constexpr int kAhead = 4;                   // loads in flight
+    const int stride = static_cast<int>(gridDim.x) * kTeams * kTeamWarps;
+    const int n_tasks = (a.cols + 127) / 128 << a.row_shift;
+    for (int first = static_cast<int>(blockIdx.x) * kTeams * kTeamWarps + warp; first < n_tasks; first += kAhead * stride) {
+      float4 v[kAhead], weight[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int task = first + i * stride, group = task >> a.row_shift, row = task - (group << a.row_shift);
+        const int col = group * 128 + lane * 4;
+        v[i] = make_float4(0, 0, 0, 0), weight[i] = make_float4(1, 1, 1, 1);
+        if (col < a.cols && row < a.n_rows) {
+          v[i] = __ldcg(reinterpret_cast<const float4*>(a.x.values + row * a.x.stride + col));
+          if (a.has_norm) weight[i] = load_weight4(a.norm_weight, col);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int task = first + i * stride, group = task >> a.row_shift, row = task - (group << a.row_shift);
+        if (task >= n_tasks || row >= a.n_rows) continue;
+        if (a.has_norm) {
+          const float squares = group_squares(v[i]);
+          if (lane == 0) a.squares[group * kBatchRows + row] = squares;
+          v[i] = times(v[i], weight[i]);
+        }
+        write_x(group, row, v[i]);
+      }
+    }
+    fence_bulk_copies();
+  }
+  __device__ __forceinline__ void write_x(int group, int row, float4 v) const {
+    unsigned char* tile = a.x_tiles + int64_t{group} * (128 / kTile.columns) * x_bytes;
     unsigned char* scales = tile + a.padded_rows * x_row_bytes(kFormat);
     if constexpr (kFormat == Format::kFp4G128) {
       const IntegerDigits digits = integer_digits(v, Codec::kXScale);
-      if constexpr (kernel_uses_wgmma(kFormat)) {
+      if constexpr (kWgmma) {
         // Column 2 · row + digit of the tensor core's b, 16 neighbouring values of k in a row of 16 bytes.
         unsigned char* to = tile + (lane / 4 * (a.padded_rows / 4) + row / 4) * 128 + row % 4 * 32 + lane % 4 * 4;
         *reinterpret_cast<uint32_t*>(to) = digits.high;
@@ -157,211 +355,144 @@ __global__ void __launch_bounds__(1024) prepare_x_kernel(const __grid_constant__
       }
       const int sum = __reduce_add_sync(kAllLanes, digits.sum);
       if (lane == 0) reinterpret_cast<XScale*>(scales)[row] = {digits.scale, -kE2m1Offset * sum};
-    } else if constexpr (kTileColumns == 64) {
+    } else if constexpr (kTile.columns == 64) {
       // Two tiles a group, of 256 bytes a row.
       const FloatDigits digits = float_digits(Codec::kX, v);
       const int half = lane / 16;
-      unsigned char* to = tile + half * x_tile_bytes(kFormat, a.padded_rows) + row * 256 + float_digit_offset(lane) % 256;
+      unsigned char* to = tile + half * x_bytes + row * 256 + float_digit_offset(lane) % 256;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         *reinterpret_cast<uint32_t*>(to + i * 16) = digits.high[i];
         *reinterpret_cast<uint32_t*>(to + i * 16 + 64) = digits.low[i];
       }
-      if (lane % 16 == 0)
-        reinterpret_cast<float*>(scales + half * x_tile_bytes(kFormat, a.padded_rows))[row] = digits.scale;
+      if (lane % 16 == 0) reinterpret_cast<float*>(scales + half * x_bytes)[row] = digits.scale;
     } else {
       float* scale = reinterpret_cast<float*>(scales);
       write_group(Codec::kX, Codec::kNeedsSums, Codec::kXScale, v, lane, tile + row * x_row_bytes(kFormat), scale + row,
                   scale + a.padded_rows + row * 4);
     }
   }
-  if (!a.has_norm) return;
-  __syncthreads();
-  if (threadIdx.x == 0) a.factors[row] = norm_factor_of(sums, n_groups, a.inverse_cols, a.norm_eps);
-}
-
-// ---- the ring ----
-
-struct Slot {
-  int index = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next(int n_slots) {
-    if (++index == n_slots) index = 0, parity ^= 1;
-  }
-};
-
-// An item: row tiles from first_tile on, and the columns of a chunk: tiles first_column + t, where pairs begin at multiples
-// of `pair`.
-struct Item {
-  int first_tile, chunk, first_column, n_columns, pair;
-  __device__ __forceinline__ Item(const BatchKernelArgs& a, int index) {
-    first_tile = index / a.n_chunks * a.item_tiles;
-    chunk = index % a.n_chunks;
-    pair = min(a.n_stages - chunk * kChunkStages, kChunkStages);
-    first_column = chunk * kChunkStages * a.k_warps;
-    n_columns = min(pair * a.k_warps, a.n_column_tiles - first_column);
-  }
-};
-
-#if BERYL_BULK_COPY
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t n_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes)
-               : "memory");
-}
-// The bytes count for the phase that expect_bytes announced them to.
-__device__ __forceinline__ void bulk_copy_expected(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(n_bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-__device__ __forceinline__ void bulk_copy_expected(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier,
-                                                   uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(n_bytes), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-#endif
-
-template <class Codec, Format kFormat, int kGroups>
-class BatchLinear {
- public:
-  static constexpr TileShape kTile = tile_shape(kFormat);
-  static constexpr int kTiles = 4 * kGroups;    // n-tiles: of 4 rows of x
-  static constexpr bool kWgmma = kernel_uses_wgmma(kFormat);
-
-  __device__ __forceinline__ BatchLinear(const BatchKernelArgs& args, unsigned char* shared_memory)
-      : a(args), shared(shared_memory), small(reinterpret_cast<BatchShared*>(shared_memory + args.small_at)),
-        warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), team(warp / kTeamWarps),
-        own_tile(args.by_columns ? warp % kTeamWarps : warp) {}
-
-  __device__ __forceinline__ void run() {
-    grid_launch_dependents();
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < a.n_slots; ++s) {
-        barrier_init(&small->full[s], BERYL_BULK_COPY ? 1 : 32);
-        barrier_init(&small->empty[s], a.by_columns ? kTeamWarps : kTeams * kTeamWarps);
+  // Until all blocks have written theirs.
+  __device__ __forceinline__ void await_x() const {
+    if (lane == 0)
+      while (load_acquire(&a.control->ready) < static_cast<int>(gridDim.x)) {
       }
-      for (int w = 0; w < kTeamWarps; ++w)
-        for (int b = 0; b < 2; ++b) barrier_init(&small->handed[w][b], 1), barrier_init(&small->taken[w][b], 1);
-      barrier_init_fence();
+    __syncwarp();
+    fence_bulk_copies();
+  }
+  // The norm's factors of rows `lane` and `lane + 32` of x.
+  __device__ __forceinline__ void norm_factors(float (&factors)[2]) const {
+    const int n_groups = (a.cols + 127) / 128;
+    float sums[2] = {};
+    for (int first = 0; first < n_groups; first += 16) {
+      float squares[2][16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+#pragma unroll
+        for (int h = 0; h < (kGroups > 2 ? 2 : 1); ++h) {
+          const int row = min(lane + 32 * h, a.n_rows - 1);
+          squares[h][i] = first + i < n_groups ? __ldcg(a.squares + (first + i) * kBatchRows + row) : 0.0f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        if (first + i >= n_groups) break;
+#pragma unroll
+        for (int h = 0; h < (kGroups > 2 ? 2 : 1); ++h) sums[h] = __fadd_rn(sums[h], squares[h][i]);
+      }
     }
-    if (warp == 0) {
-      small->tables[0][lane] = kWgmma ? kOffsetPositiveLow : kPositiveLow;
-      small->tables[1][lane] = kWgmma ? kOffsetNegativeLow : kNegativeLow;
-      small->tables[2][lane] = ~0u;
-    }
-    __syncthreads();
-    if (warp == kTeams * kTeamWarps) return copy_slots();
-    const volatile uint32_t* words = small->tables[0];
-    tables = {words[lane], words[32 + lane], words[64 + lane]};
-    grid_wait_only();
-    for (int index = static_cast<int>(blockIdx.x); index < a.n_items; index += static_cast<int>(gridDim.x)) {
-      const Item item(a, index);
-      float sum[kTiles][2] = {};
-      multiply(item, sum);
-      const int row_tile = item.first_tile + own_tile;
-      if (row_tile < a.n_row_tiles && (!a.by_columns || team == 0)) finish(row_tile, item.chunk, sum);
-    }
+    factors[0] = rsqrtf(__fmaf_rn(sums[0], a.inverse_cols, a.norm_eps));
+    factors[1] = rsqrtf(__fmaf_rn(sums[1], a.inverse_cols, a.norm_eps));
   }
 
- private:
   // ---- copies ----
-  __device__ __forceinline__ void copy_slots() {
-    const int code_bytes = kTile.code_bytes, meta_bytes = kTile.meta_bytes;
-    const int x_bytes = x_tile_bytes(kFormat, a.padded_rows);
-    Slot slot;
-    int n_copied = 0;
-#if BERYL_BULK_COPY
-    const uint64_t policy = evict_first_policy();
-    // Lanes 0 to 7 copy codes, 8 to 15 meta data, of a row tile each; lane 16 copies x. Weights need not wait for the
-    // kernel before, x does: until then lane s remembers what slot s wants.
-    const bool is_meta = lane >= 8;
-    const int tile = lane % 8, piece = is_meta ? meta_bytes : code_bytes;
-    bool waited = false;
-    int wanted_x = 0;
-    auto copy_x = [&](int at, int column) {
-      bulk_copy_expected(shared + at * a.slot_bytes + a.slot_x_at, a.x_tiles + int64_t{column} * x_bytes,
-                         static_cast<uint32_t>(x_bytes), &small->full[at]);
-    };
-    auto wait_for_x = [&](int n_slots) {
-      grid_wait_only();
-      if (lane < n_slots) copy_x(lane, wanted_x);
-      waited = true;
-    };
-#endif
-    for (int index = static_cast<int>(blockIdx.x); index < a.n_items; index += static_cast<int>(gridDim.x)) {
-      const Item item(a, index);
-      const int n_tiles = min(a.item_tiles, a.stored_row_tiles - item.first_tile);
-#if BERYL_BULK_COPY
-      const bool copies = lane < 16 && tile < n_tiles && piece > 0;
-      const int row_tile = item.first_tile + tile;
-      const uint8_t* from = a.weights + row_tile / a.row_warps * a.unit_bytes + item.chunk * kChunkStages * a.stage_bytes +
-                            row_tile % a.row_warps * piece + (is_meta ? a.stage_code_bytes : 0);
-      unsigned char* to = shared + (is_meta ? a.item_tiles * code_bytes : 0) + tile * piece;
-      const uint32_t expected = static_cast<uint32_t>(n_tiles * (code_bytes + meta_bytes) + x_bytes);
-#endif
-      for (int t = 0; t < item.n_columns; ++t, ++n_copied) {
-        const int k = t / item.pair, stage = t % item.pair;
-        if (n_copied >= a.n_slots) barrier_wait(&small->empty[slot.index], slot.parity ^ 1);
-#if BERYL_BULK_COPY
-        if (lane == 16) expect_bytes(&small->full[slot.index], expected);
-        __syncwarp();
-        if (copies)
-          bulk_copy_expected(to + slot.index * a.slot_bytes, from + stage * a.stage_bytes + k * a.row_warps * piece,
-                             static_cast<uint32_t>(piece), &small->full[slot.index], policy);
-        if (!waited) {
-          if (lane == n_copied) wanted_x = item.first_column + t;
-          if (n_copied + 1 == a.n_slots) wait_for_x(a.n_slots);
-        } else if (lane == 16) {
-          copy_x(slot.index, item.first_column + t);
+
+  // This lane's 16 bytes of the first tile of an item that the walk stands on; null where no row tile is stored.
+  __device__ __forceinline__ void enter_item() {
+    codes_from = nullptr;
+    const int row_tile = ahead.row_block * a.item_tiles + own_tile;
+    if (ahead.done(a) || row_tile >= a.stored_row_tiles) return;
+    int unit = row_tile, in_unit = 0;
+    if (a.row_warps > 1) unit = row_tile / a.row_warps, in_unit = row_tile - unit * a.row_warps;
+    const int in_stage = in_unit + (ahead.t >> (ahead.pair - 1)) * a.row_warps;
+    const uint8_t* stage = a.weights + unit * a.unit_bytes + ahead.chunk * kChunkStages * a.stage_bytes + lane * 16;
+    codes_from = stage + in_stage * kTile.code_bytes;
+    meta_from = stage + a.stage_code_bytes + in_stage * kTile.meta_bytes;
+  }
+  // Asks for this warp's tiles of the next step, if there is one; a group of copies in any case.
+  __device__ __forceinline__ void fetch(int slot) {
+    if (!ahead.done(a)) {
+      if (codes_from != nullptr) {
+        const int n = ahead.template n_tiles<kStep>();
+        uint32_t to = shared_address(own_weights) + slot * kSlotBytes + lane * 16;
+        int64_t at = kStep == 1 && (ahead.t & (ahead.pair - 1)) != 0 ? a.stage_bytes : 0;
+#pragma unroll
+        for (int tile = 0; tile < kStep; ++tile, to += kTileBytes, at += a.stage_bytes) {
+          if (tile >= n) break;
+#pragma unroll
+          for (int i = 0; i < kTile.code_bytes; i += 512)
+            if (i + 512 <= kTile.code_bytes || lane * 16 + i < kTile.code_bytes)
+              copy_streamed16(to + i, codes_from + at + i, policy);
+          if (kTile.meta_bytes > 0 && lane * 16 < kTile.meta_bytes)
+            copy_streamed16(to + kTile.code_bytes, meta_from + at, policy);
         }
-#else
-        unsigned char* at = shared + slot.index * a.slot_bytes;
-        auto copy = [&](unsigned char* to, const unsigned char* from, int n_bytes) {
-          for (int i = lane * 16; i < n_bytes; i += 512) copy16_async(shared_address(to + i), from + i, 16);
-        };
-        for (int tile = 0; tile < n_tiles; ++tile) {
-          const int row_tile = item.first_tile + tile, in_stage = k * a.row_warps + row_tile % a.row_warps;
-          const uint8_t* from =
-              a.weights + row_tile / a.row_warps * a.unit_bytes + (item.chunk * kChunkStages + stage) * a.stage_bytes;
-          copy(at + tile * code_bytes, from + in_stage * code_bytes, code_bytes);
-          copy(at + a.item_tiles * code_bytes + tile * meta_bytes, from + a.stage_code_bytes + in_stage * meta_bytes,
-               meta_bytes);
-        }
-        copy(at + a.slot_x_at, a.x_tiles + int64_t{item.first_column + t} * x_bytes, x_bytes);
-        barrier_arrive_after_copies(&small->full[slot.index]);
-#endif
-        slot.next(a.n_slots);
+      }
+      const auto next = ahead.template next<kStep>(a, team);
+      if (next == Walk::Next::kNextItem) {
+        enter_item();
+      } else if (next == Walk::Next::kNextPair && codes_from != nullptr) {
+        const int tiles = a.row_warps * (a.by_columns ? 2 : 1);
+        codes_from += tiles * kTile.code_bytes;
+        meta_from += tiles * kTile.meta_bytes;
       }
     }
+    commit_copies();
+  }
+  // x of a step into its ring, by the first of the warps that read it. Waits until all have read what lies there.
+  __device__ __forceinline__ void feed_x(const Walk& step) {
+    const int bytes = step.template n_tiles<kStep>() * x_bytes;
+    uint64_t* full = small->full[ring] + feed.index;
+    barrier_wait(small->empty[ring] + feed.index, feed.parity ^ 1);
+    unsigned char* to = x_ring + feed.index * kStep * x_bytes;
+    const unsigned char* from = a.x_tiles + int64_t{step.first_column(a) + step.t} * x_bytes;
 #if BERYL_BULK_COPY
-    if (!waited) wait_for_x(n_copied);
+    if (lane == 0) copy_tile_of_x(to, from, static_cast<uint32_t>(bytes), full);
+#else
+    for (int i = lane * 16; i < bytes; i += 512) copy16_async(shared_address(to + i), from + i, 16);
+    barrier_arrive_after_copies(full);
 #endif
+    feed.next(a.n_slots);
   }
 
   // ---- products ----
 
   // The sums of an item's columns for this warp's row tile: in the first team where work is split by columns.
-  __device__ __forceinline__ void multiply(const Item& item, float (&sum)[kTiles][2]) {
+  __device__ __forceinline__ void multiply(const Walk& item, float (&sum)[kTiles][2]) {
     int pair = 0;
 #pragma unroll 1
     for (int t = 0; t < item.n_columns; t += item.pair, ++pair) {
       const int n = min(item.pair, item.n_columns - t);
-      if (a.by_columns && pair % kTeams != team) {
-        for (int i = 0; i < n; ++i) place.next(a.n_slots);
-        continue;
-      }
+      if (a.by_columns && pair % kTeams != team) continue;
       float part[kTiles][2] = {};
 #pragma unroll 1
-      for (int i = 0; i < n; ++i) {
-        barrier_wait(&small->full[place.index], place.parity);
-        if constexpr (kWgmma) multiply_team(shared + place.index * a.slot_bytes, part);
-        else multiply_warp(shared + place.index * a.slot_bytes, part);
+      for (int i = 0; i < n; i += kStep) {
+        wait_copies<kWeightSlots - 2>();
         __syncwarp();
-        if (lane == 0) barrier_arrive(&small->empty[place.index]);
+        if (feeds && !ahead.done(a)) feed_x(ahead);
+        fetch(weight_slot == 0 ? kWeightSlots - 1 : weight_slot - 1);     // what the last step read
+        const unsigned char* weights = own_weights + weight_slot * kSlotBytes;
+        const unsigned char* x = x_ring + place.index * kStep * x_bytes;
+        barrier_wait(small->full[ring] + place.index, place.parity);
+        if constexpr (kWgmma) {
+          multiply_team(weights, x, n, part);
+        } else {
+#pragma unroll 1
+          for (int tile = 0; tile < min(kStep, n - i); ++tile)
+            multiply_warp(weights + tile * kTileBytes, x + tile * x_bytes, part);
+        }
+        if (++weight_slot == kWeightSlots) weight_slot = 0;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(small->empty[ring] + place.index);
         place.next(a.n_slots);
       }
       if (a.by_columns && team == 1) {
@@ -419,12 +550,12 @@ class BatchLinear {
   }
 
   // part += this warp's tile times all rows of x, by the format's codec.
-  __device__ __forceinline__ void multiply_warp(const unsigned char* slot, float (&part)[kTiles][2]) const {
+  __device__ __forceinline__ void multiply_warp(const unsigned char* weights, const unsigned char* x_tile,
+                                                float (&part)[kTiles][2]) const {
     constexpr int kRowBytes = x_row_bytes(kFormat);
     constexpr int kScaleStride = kFormat == Format::kFp4G128 ? static_cast<int>(sizeof(XScale)) : 4;
     typename Codec::Loaded tile;
-    Codec::load(tile, slot + own_tile * kTile.code_bytes,
-                slot + a.item_tiles * kTile.code_bytes + own_tile * kTile.meta_bytes, lane);
+    Codec::load(tile, weights, weights + kTile.code_bytes, lane);
     const int n_groups = a.padded_rows / kGroupRows;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -432,16 +563,16 @@ class BatchLinear {
       LaneX<4> x;
       x.tables = {tables.positive_low, tables.negative_low, tables.minus_one};
       x.code_stride = x.scale_stride = 0;
-      const int scales_at = a.slot_x_at + a.padded_rows * kRowBytes;
+      const int scales_at = a.padded_rows * kRowBytes;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int row = g * kGroupRows + 4 * n;
-        x.codes[n] = a.slot_x_at + (row + lane / 8) * kRowBytes + lane % 8 * 16;
+        x.codes[n] = (row + lane / 8) * kRowBytes + lane % 8 * 16;
         x.scales[n] = scales_at + (row + lane % 4) * kScaleStride;
         x.sums[n] = scales_at + a.padded_rows * 4 + (row + lane % 4) * 16;
       }
       typename Codec::template Product<4> product;
-      product.start(tile, slot, x, 0);
+      product.start(tile, x_tile, x, 0);
 #pragma unroll
       for (int i = 0; i < Codec::kSteps; ++i) product.step(tile, i);
       float acc[4][2];
@@ -453,29 +584,49 @@ class BatchLinear {
     }
   }
 
-  // The same by the four warps of a team together, for FP4.
-  __device__ __forceinline__ void multiply_team(const unsigned char* slot, float (&part)[kTiles][2]) const {
+  // The same by the four warps of a team together, for FP4: 1 or 2 tiles. While the tensor cores multiply one, the other is
+  // decoded.
+  __device__ __forceinline__ void multiply_team(const unsigned char* weights, const unsigned char* x, int n,
+                                                float (&part)[kTiles][2]) const {
 #if BERYL_WGMMA
-    Fp4G128::Loaded tile;
-    Fp4G128::load(tile, slot + own_tile * kTile.code_bytes,
-                  slot + a.item_tiles * kTile.code_bytes + own_tile * kTile.meta_bytes, lane);
-    OffsetOperands weights[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) weights[i] = OffsetOperands(tile.codes, i, tables);
+    const int x_tile = kTiles * 4 * (256 + static_cast<int>(sizeof(XScale)));
+    Fp4G128::Loaded tile[kStep];
+    OffsetOperands operands[kStep][4];
     TeamProduct<kTiles> product;
-    product.multiply(weights, slot + a.slot_x_at);
-    const XScale* scales = reinterpret_cast<const XScale*>(slot + a.slot_x_at + kTiles * 4 * 256) + lane % 4;
-    const float scale0 = bf16_at(tile.scales, 0), scale1 = bf16_at(tile.scales, 1);
+    Fp4G128::load(tile[0], weights, weights + kTile.code_bytes, lane);
+    if (kStep == 2 && n == 2)
+      Fp4G128::load(tile[kStep - 1], weights + kTileBytes, weights + kTileBytes + kTile.code_bytes, lane);
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const XScale x = scales[4 * n];
-      const float digits0 = __int2float_rn(product.d[n][0] * 256 + product.d[n][1] + x.offset);
-      const float digits1 = __int2float_rn(product.d[n][2] * 256 + product.d[n][3] + x.offset);
-      part[n][0] = __fmaf_rn(digits0, __fmul_rn(scale0, x.scale), part[n][0]);
-      part[n][1] = __fmaf_rn(digits1, __fmul_rn(scale1, x.scale), part[n][1]);
+    for (int i = 0; i < 4; ++i) operands[0][i] = OffsetOperands(tile[0].codes, i, tables);
+    product.start(operands[0], x);
+    if (kStep == 2 && n == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) operands[kStep - 1][i] = OffsetOperands(tile[kStep - 1].codes, i, tables);
+    }
+    product.wait();
+    add_product(product, tile[0].scales, x, part);
+    if (kStep == 2 && n == 2) {
+      product.start(operands[kStep - 1], x + x_tile);
+      product.wait();
+      add_product(product, tile[kStep - 1].scales, x + x_tile, part);
     }
 #endif
   }
+#if BERYL_WGMMA
+  __device__ __forceinline__ void add_product(const TeamProduct<kTiles>& product, uint32_t tile_scales, const unsigned char* x,
+                                              float (&part)[kTiles][2]) const {
+    const XScale* scales = reinterpret_cast<const XScale*>(x + kTiles * 4 * 256) + lane % 4;
+    const float scale0 = bf16_at(tile_scales, 0), scale1 = bf16_at(tile_scales, 1);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const XScale of_x = scales[4 * n];
+      const float digits0 = __int2float_rn(product.d[n][0] * 256 + product.d[n][1] + of_x.offset);
+      const float digits1 = __int2float_rn(product.d[n][2] * 256 + product.d[n][3] + of_x.offset);
+      part[n][0] = __fmaf_rn(digits0, __fmul_rn(scale0, of_x.scale), part[n][0]);
+      part[n][1] = __fmaf_rn(digits1, __fmul_rn(scale1, of_x.scale), part[n][1]);
+    }
+  }
+#endif
 
   // ---- y ----
 
@@ -483,32 +634,39 @@ class BatchLinear {
   __device__ __forceinline__ void finish(int row_tile, int chunk, float (&sum)[kTiles][2]) const {
     const int n_tiles = min(kTiles, (a.n_rows + 3) / 4);
     if (a.n_chunks > 1) {
-      const int64_t tile_floats = a.padded_rows * 16, chunk_floats = a.n_row_tiles * tile_floats;
-      float* mine = a.partials + row_tile * tile_floats + lane;
+      const int64_t at = a.split ? row_tile : static_cast<int>(blockIdx.x) * kTeams * kTeamWarps + own_tile;
+      float* mine = a.partials + at * a.padded_rows * 16 + lane;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         if (n >= n_tiles) break;
-        __stcg(mine + chunk * chunk_floats + n * 64, sum[n][0]);
-        __stcg(mine + chunk * chunk_floats + n * 64 + 32, sum[n][1]);
+        __stcg(mine + chunk * a.chunk_floats + n * 64, sum[n][0]);
+        __stcg(mine + chunk * a.chunk_floats + n * 64 + 32, sum[n][1]);
       }
-      __threadfence();
-      __syncwarp();
-      int before = 0;
-      if (lane == 0) before = atomicAdd(a.counters + row_tile, 1);
-      if (__shfl_sync(kAllLanes, before, 0) != a.n_chunks - 1) return;
-      __threadfence();
+      if (a.split) {
+        __threadfence();
+        __syncwarp();
+        int before = 0;
+        if (lane == 0) before = atomicAdd(a.control->chunks + row_tile, 1);
+        if (__shfl_sync(kAllLanes, before, 0) != a.n_chunks - 1) return;
+        if (lane == 0) a.control->chunks[row_tile] = 0;
+        __threadfence();
+      } else if (chunk != a.n_chunks - 1) {
+        return;
+      }
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         if (n >= n_tiles) break;
         const float* from = mine + n * 64;
         sum[n][0] = __ldcg(from), sum[n][1] = __ldcg(from + 32);
         for (int c = 1; c < a.n_chunks; ++c) {
-          from += chunk_floats;
+          from += a.chunk_floats;
           sum[n][0] = __fadd_rn(sum[n][0], __ldcg(from));
           sum[n][1] = __fadd_rn(sum[n][1], __ldcg(from + 32));
         }
       }
     }
+    float factors[2] = {1, 1};
+    if (a.has_norm) norm_factors(factors);
     float scale[2] = {1, 1};
     if (a.row_scales != nullptr) {
       scale[0] = a.row_scales[row_tile * kTileRows + lane / 4];
@@ -518,10 +676,11 @@ class BatchLinear {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int row = 4 * n + lane % 4;
-      if (row >= a.n_rows) break;
+      if (n >= n_tiles) break;
+      const float factor = __shfl_sync(kAllLanes, factors[n / 8], row % 32);
+      if (row >= a.n_rows) continue;
       float value[2] = {sum[n][0], sum[n][1]};
       if (a.has_norm) {
-        const float factor = __ldcg(a.factors + row);
         value[0] = __fmul_rn(value[0], factor), value[1] = __fmul_rn(value[1], factor);
       }
       if (a.row_scales != nullptr) value[0] = __fmul_rn(value[0], scale[0]), value[1] = __fmul_rn(value[1], scale[1]);
@@ -554,28 +713,37 @@ class BatchLinear {
   BatchShared* small;
   int warp, lane, team;
   int own_tile;                     // this warp's row tile of an item
-  Slot place;                       // in the ring
+  int ring;                         // of x
+  bool feeds;                       // this warp copies for it
+  unsigned char* x_ring;
+  unsigned char* own_weights;       // this warp's ring
+  int weight_slot = 0;              // in it
+  int x_bytes;                      // of x for one column tile
+  uint64_t policy = 0;
+  Walk ahead;                       // what this warp fetches next
+  const uint8_t* codes_from = nullptr;
+  const uint8_t* meta_from = nullptr;
+  Slot place;                       // in the ring of x
+  Slot feed;                        // where feed_x goes on
   Slot exchange;                    // among the two buffers
   E2m1Tables tables;
 };
 
-// Two blocks share a multiprocessor where registers allow: 16 rows.
 template <class Codec, Format kFormat, int kGroups>
-__global__ void __launch_bounds__(kBatchThreads, kGroups == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kBatchThreads, blocks_an_sm(kFormat, kGroups * kGroupRows))
     batch_linear_kernel(const __grid_constant__ BatchKernelArgs args) {
   extern __shared__ __align__(128) unsigned char batch_shared[];
   BatchLinear<Codec, kFormat, kGroups>(args, batch_shared).run();
 }
 
 // A format's kernels: for up to 16, 32 and 64 rows of x (some formats have one for the latter two).
+using BatchKernelPointer = void (*)(BatchKernelArgs);
 struct BatchKernels {
-  void (*prepare)(PrepareArgs) = nullptr;
-  void (*multiply[3])(BatchKernelArgs) = {};
+  BatchKernelPointer kernels[3] = {};
 };
 template <class Codec, Format kFormat, bool kOwn32>
 BatchKernels batch_kernels() {
-  return {prepare_x_kernel<Codec, kFormat>,
-          {batch_linear_kernel<Codec, kFormat, 1>, batch_linear_kernel<Codec, kFormat, kOwn32 ? 2 : 4>,
+  return {{batch_linear_kernel<Codec, kFormat, 1>, batch_linear_kernel<Codec, kFormat, kOwn32 ? 2 : 4>,
            batch_linear_kernel<Codec, kFormat, 4>}};
 }
 

@@ -46,7 +46,7 @@ struct OffsetOperands {
 template <int kTiles>
 struct TeamProduct {
   int d[kTiles][4];
-  __device__ __forceinline__ void multiply(const OffsetOperands (&a)[4], const unsigned char* b) {
+  __device__ __forceinline__ void start(const OffsetOperands (&a)[4], const unsigned char* b) {
     // Matrix descriptor without swizzle: from one k-half to the next, and from n-tile to n-tile, in 16 bytes.
     constexpr uint64_t kStrides = uint64_t{kTiles * 128 / 16} << 16 | uint64_t{128 / 16} << 32;
     const uint64_t descriptor = kStrides | (shared_address(b) & 0x3ffffu) >> 4;
@@ -56,12 +56,7 @@ struct TeamProduct {
     step<true>(a[2].a, descriptor + 2 * kTiles * 16);
     step<true>(a[3].a, descriptor + 3 * kTiles * 16);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    wait();
   }
-
- private:
-  template <bool kAdd>
-  __device__ __forceinline__ void step(const uint32_t (&a)[4], uint64_t b);
   // d belongs to the tensor cores until then: the compiler must not read it earlier.
   __device__ __forceinline__ void wait() {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -69,6 +64,10 @@ struct TeamProduct {
     for (int n = 0; n < kTiles; ++n)
       asm volatile("" : "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])::"memory");
   }
+
+ private:
+  template <bool kAdd>
+  __device__ __forceinline__ void step(const uint32_t (&a)[4], uint64_t b);
 };
 
 #define BERYL_D4(n) "+r"(d[n][0]), "+r"(d[n][1]), "+r"(d[n][2]), "+r"(d[n][3])
