@@ -56,23 +56,27 @@ __host__ __device__ constexpr int x_tile_bytes(Format format, int padded_rows) {
   return (padded_rows * (x_row_bytes(format) + x_scale_bytes(format)) + 127) / 128 * 128;
 }
 // Blocks on a multiprocessor, as registers and shared memory allow.
-__host__ __device__ constexpr int blocks_an_sm(Format format, int padded_rows) {
-  return padded_rows <= 16 || (format == Format::kFp4G128 && padded_rows <= 32) ? 2 : 1;
+__host__ __device__ constexpr int blocks_an_sm(int padded_rows) {
+  return padded_rows <= 16 ? 2 : 1;
 }
-// Whether x is laid out for wgmma: decided where the kernels are compiled, alike for both.
-constexpr bool kernel_uses_wgmma(Format format) { return BERYL_WGMMA && format == Format::kFp4G128; }
+// Whether the products are those of four warps together; for few rows they would wait for each other more than multiply.
+constexpr bool kernel_uses_wgmma(Format format, int padded_rows) {
+  return BERYL_WGMMA && format == Format::kFp4G128 && padded_rows > 16;
+}
 
-// Column tiles that a warp multiplies at a time: a pair where x is narrow.
+// Column tiles that a warp multiplies at a time: a pair where x is narrow, or while the tensor cores multiply one tile the
+// next is decoded.
 __host__ __device__ constexpr int step_tiles(Format format, int padded_rows) {
-  return is_float_format(format) || padded_rows > 16 ? 1 : 2;
+  return format == Format::kFp4G128 || (!is_float_format(format) && padded_rows <= 16) ? 2 : 1;
 }
 __host__ __device__ constexpr int tile_bytes(Format format) {
   return tile_shape(format).code_bytes + tile_shape(format).meta_bytes;
 }
-// Steps of a warp's ring: enough bytes in flight for a multiprocessor's share of the memory.
+// Steps of a warp's ring: enough bytes in flight for a multiprocessor's share of the memory, as far as x leaves room. A ring
+// of x has no fewer slots.
 __host__ __device__ constexpr int weight_slots(Format format, int padded_rows) {
   if (step_tiles(format, padded_rows) == 1) return 4;
-  return tile_bytes(format) <= 1728 ? 3 : 2;
+  return tile_bytes(format) <= 1728 && padded_rows <= 32 ? 3 : 2;
 }
 __host__ __device__ constexpr int weight_ring_bytes(Format format, int padded_rows) {        // of a block
   return kTeams * kTeamWarps * weight_slots(format, padded_rows) * step_tiles(format, padded_rows) * tile_bytes(format);
@@ -108,8 +112,8 @@ struct BatchKernelArgs {
   BatchControl* control;
   float* squares;                   // [n_groups][kBatchRows]: sums of squares of groups of 128 columns, for the norm
   unsigned char* x_tiles;
-  float* partials;                  // [n_chunks][tiles][padded_rows / 4][2][32]: sums of a chunk as the lanes hold them;
-  int64_t chunk_floats;             // tiles: all row tiles (split), or those that all blocks have at a time
+  float* partials;                  // [n_chunks][tiles][padded_rows][16]: sums of a chunk; tiles: all row tiles (split), or
+  int64_t chunk_floats;             // those that all blocks have at a time
 
   RowsView y, other;
   float softcap;
@@ -124,6 +128,7 @@ struct BatchKernelArgs {
                                     // shared memory
   int weights_at;                   // the warps' rings
   int exchange_at;
+  int staging_at;                   // [warps][padded_rows][16] f32: sums on their way to y
   int small_at;
 };
 
@@ -145,18 +150,42 @@ struct Slot {
   }
 };
 
-// The column tiles of a block's items, one after the other, or those that a team of it has: alternate pairs.
+// The steps of a block's items, one after the other, or of those that a team of it has: alternate pairs of column tiles. A
+// step is kStep column tiles.
+template <int kStep>
 struct Walk {
-  int row_block = 0, chunk = 0;     // the item
-  int t = 0;                        // column tile of the chunk
-  int n_columns = 0, pair = 1;      // of the chunk; of a pair: 2, or 1 in an odd last stage
+  int row_block, chunk;             // the item
+  int step, n_steps;                // of it; n_steps 0: there are no more items
+  int pair;                         // column tiles of a pair: 2, or 1 in an odd last stage
 
-  __device__ __forceinline__ bool done(const BatchKernelArgs& a) const {
-    return a.split ? chunk >= a.n_chunks : row_block >= a.n_row_blocks;
+  __device__ __forceinline__ static int first_column(const BatchKernelArgs& a, int chunk) {
+    return chunk * kChunkStages * a.k_warps;
   }
-  __device__ __forceinline__ int first_column(const BatchKernelArgs& a) const { return chunk * kChunkStages * a.k_warps; }
-  // To the item after this one.
-  __device__ __forceinline__ void next_item(const BatchKernelArgs& a) {
+  __device__ __forceinline__ static int pair_of(const BatchKernelArgs& a, int chunk) {
+    return min(a.n_stages - chunk * kChunkStages, kChunkStages);
+  }
+  // Column tiles of a chunk that the matrix has.
+  __device__ __forceinline__ static int n_columns(const BatchKernelArgs& a, int chunk) {
+    return min(pair_of(a, chunk) * a.k_warps, a.n_column_tiles - first_column(a, chunk));
+  }
+  __device__ __forceinline__ void begin(const BatchKernelArgs& a, int team) {
+    row_block = static_cast<int>(blockIdx.x);
+    chunk = 0;
+    if (a.split) wrap(a);
+    enter(a, team);
+  }
+  __device__ __forceinline__ void next_item(const BatchKernelArgs& a, int team) {
+    advance(a);
+    enter(a, team);
+  }
+  // Of the step, within the chunk.
+  __device__ __forceinline__ int column(const BatchKernelArgs& a, int team) const {
+    const int shift = pair - 1, own = kStep == 1 ? step >> shift : step;
+    return ((a.by_columns ? own * kTeams + team : own) << shift) + (kStep == 1 ? step & shift : 0);
+  }
+
+ private:
+  __device__ __forceinline__ void advance(const BatchKernelArgs& a) {
     if (!a.split) {
       if (++chunk < a.n_chunks) return;
       chunk = 0;
@@ -166,37 +195,26 @@ struct Walk {
       wrap(a);
     }
   }
-  // To the first of its column tiles; false where this team has none.
-  __device__ __forceinline__ bool enter(const BatchKernelArgs& a, int team) {
-    pair = min(a.n_stages - chunk * kChunkStages, kChunkStages);
-    n_columns = min(pair * a.k_warps, a.n_column_tiles - first_column(a));
-    t = a.by_columns ? team * pair : 0;
-    return t < n_columns;
-  }
-  __device__ __forceinline__ void begin(const BatchKernelArgs& a, int team) {
-    row_block = static_cast<int>(blockIdx.x);
-    if (a.split) wrap(a);
-    while (!done(a) && !enter(a, team)) next_item(a);
-  }
-  // Column tiles of the next step.
-  template <int kStep>
-  __device__ __forceinline__ int n_tiles() const { return kStep == 1 ? 1 : min(pair, n_columns - t); }
-  enum class Next { kSamePair, kNextPair, kNextItem };
-  template <int kStep>
-  __device__ __forceinline__ Next next(const BatchKernelArgs& a, int team) {
-    t += kStep == 1 ? 1 : pair;
-    const bool pair_done = kStep > 1 || (t & (pair - 1)) == 0;
-    if (pair_done && a.by_columns) t += pair;
-    if (t < n_columns) return pair_done ? Next::kNextPair : Next::kSamePair;
-    do next_item(a);
-    while (!done(a) && !enter(a, team));
-    return Next::kNextItem;
-  }
-
- private:
   // The items of split work: chunk by chunk, all row blocks of each.
   __device__ __forceinline__ void wrap(const BatchKernelArgs& a) {
     while (row_block >= a.n_row_blocks && chunk < a.n_chunks) row_block -= a.n_row_blocks, ++chunk;
+  }
+  // The first item from here on in which the team has something.
+  __device__ __forceinline__ void enter(const BatchKernelArgs& a, int team) {
+    step = 0;
+    for (;; advance(a)) {
+      n_steps = 0;
+      if (a.split ? chunk >= a.n_chunks : row_block >= a.n_row_blocks) return;
+      pair = pair_of(a, chunk);
+      const int columns = n_columns(a, chunk), pairs = (columns + pair - 1) >> (pair - 1);
+      const int own_pairs = a.by_columns ? (pairs - team + 1) / kTeams : pairs;
+      n_steps = own_pairs;
+      if (kStep == 1 && pair == 2) {
+        const bool has_last = !a.by_columns || (pairs - 1) % kTeams == team;
+        n_steps = 2 * own_pairs - (has_last ? columns % 2 : 0);
+      }
+      if (n_steps > 0) return;
+    }
   }
 };
 
@@ -238,18 +256,22 @@ class BatchLinear {
  public:
   static constexpr TileShape kTile = tile_shape(kFormat);
   static constexpr int kTiles = 4 * kGroups;    // n-tiles: of 4 rows of x
-  static constexpr bool kWgmma = kernel_uses_wgmma(kFormat);
+  static constexpr bool kWgmma = kernel_uses_wgmma(kFormat, kGroups * kGroupRows);
   static constexpr int kTileBytes = tile_bytes(kFormat);
   static constexpr int kStep = step_tiles(kFormat, kGroups * kGroupRows);
   static constexpr int kSlotBytes = kStep * kTileBytes;      // of a warp's ring
+  static constexpr int kMetaLanes = kTile.meta_bytes / 16;    // that copy the meta data of a tile
+  static constexpr bool kOffset = kFormat == Format::kFp4G128 && (kWgmma || kGroups == 1);
   static constexpr int kWeightSlots = weight_slots(kFormat, kGroups * kGroupRows);
 
   __device__ __forceinline__ BatchLinear(const BatchKernelArgs& args, unsigned char* shared_memory)
       : a(args), shared(shared_memory), small(reinterpret_cast<BatchShared*>(shared_memory + args.small_at)),
         warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), team(warp / kTeamWarps),
         own_tile(args.by_columns ? warp % kTeamWarps : warp), ring(args.by_columns ? team : 0),
-        feeds(warp == (args.by_columns ? team * kTeamWarps : 0)),
+        ring_warp(args.by_columns ? warp % kTeamWarps : warp),
+        ring_warps(args.by_columns ? kTeamWarps : kTeams * kTeamWarps),
         x_ring(shared_memory + ring * args.n_slots * kStep * x_tile_bytes(kFormat, args.padded_rows)),
+        staging(reinterpret_cast<float*>(shared_memory + args.staging_at) + warp * args.padded_rows * kTileRows),
         own_weights(shared_memory + args.weights_at + warp * kWeightSlots * kSlotBytes),
         x_bytes(x_tile_bytes(kFormat, args.padded_rows)) {}
 
@@ -265,13 +287,14 @@ class BatchLinear {
       barrier_init(small->taken[0] + thread - kTeams * kBatchMaxSlots, 1);
     }
     if (warp == 7) {
-      small->tables[0][lane] = kWgmma ? kOffsetPositiveLow : kPositiveLow;
-      small->tables[1][lane] = kWgmma ? kOffsetNegativeLow : kNegativeLow;
+      small->tables[0][lane] = kOffset ? kOffsetPositiveLow : kPositiveLow;
+      small->tables[1][lane] = kOffset ? kOffsetNegativeLow : kNegativeLow;
       small->tables[2][lane] = ~0u;
     }
     policy = streaming_policy();
     ahead.begin(a, team);
     enter_item();
+#pragma unroll 1
     for (int i = 0; i < kWeightSlots - 1; ++i) fetch(i);
     grid_wait_only();
     prepare_x();
@@ -282,19 +305,24 @@ class BatchLinear {
     }
     const volatile uint32_t* words = small->tables[0];
     tables = {words[lane], words[32 + lane], words[64 + lane]};
-    if (feeds) {
-      Walk step;
-      step.begin(a, team);
-      if (!step.done(a)) await_x();
-      for (int i = 0; i < kWeightSlots - 1 && !step.done(a); ++i) {
-        feed_x(step);
-        step.template next<kStep>(a, team);
+    if (ring_warp == 0) {
+      Walk<kStep> first;
+      first.begin(a, team);
+      if (first.n_steps > 0) await_x();
+#pragma unroll 1
+      for (int i = 0; i < kWeightSlots - 1 && first.n_steps > 0; ++i) {
+        feed_x(first);
+        feed.next(a.n_slots);
+        if (++first.step == first.n_steps) first.next_item(a, team);
       }
+    } else {
+      for (int i = 0; i < kWeightSlots - 1; ++i) feed.next(a.n_slots);
     }
-    Walk item;
-    for (item.begin(a, 0); !item.done(a); item.next_item(a), item.enter(a, 0)) {
+    // The first team has part of every item.
+    Walk<kStep> item;
+    for (item.begin(a, 0); item.n_steps > 0; item.next_item(a, 0)) {
       float sum[kTiles][2] = {};
-      multiply(item, sum);
+      multiply(item.chunk, sum);
       const int row_tile = item.row_block * a.item_tiles + own_tile;
       if (row_tile < a.n_row_tiles && (!a.by_columns || team == 0)) finish(row_tile, item.chunk, sum);
     }
@@ -309,9 +337,10 @@ class BatchLinear {
 
   // This block's part.
   __device__ __forceinline__ void prepare_x() const {
-    constexpr int kAhead = 4;                   // loads in flight
+    constexpr int kAhead = 2;                   // loads in flight
     const int stride = static_cast<int>(gridDim.x) * kTeams * kTeamWarps;
     const int n_tasks = (a.cols + 127) / 128 << a.row_shift;
+#pragma unroll 1
     for (int first = static_cast<int>(blockIdx.x) * kTeams * kTeamWarps + warp; first < n_tasks; first += kAhead * stride) {
       float4 v[kAhead], weight[kAhead];
 #pragma unroll
@@ -336,7 +365,6 @@ class BatchLinear {
         write_x(group, row, v[i]);
       }
     }
-    fence_bulk_copies();
   }
   __device__ __forceinline__ void write_x(int group, int row, float4 v) const {
     unsigned char* tile = a.x_tiles + int64_t{group} * (128 / kTile.columns) * x_bytes;
@@ -383,114 +411,124 @@ class BatchLinear {
   // The norm's factors of rows `lane` and `lane + 32` of x.
   __device__ __forceinline__ void norm_factors(float (&factors)[2]) const {
     const int n_groups = (a.cols + 127) / 128;
-    float sums[2] = {};
-    for (int first = 0; first < n_groups; first += 16) {
-      float squares[2][16];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
+    for (int h = 0; h < (kGroups > 2 ? 2 : 1); ++h) {
+      const float* from = a.squares + min(lane + 32 * h, a.n_rows - 1);
+      float sum = 0;
+#pragma unroll 1
+      for (int first = 0; first < n_groups; first += 16, from += 16 * kBatchRows) {
+        float squares[16];
 #pragma unroll
-        for (int h = 0; h < (kGroups > 2 ? 2 : 1); ++h) {
-          const int row = min(lane + 32 * h, a.n_rows - 1);
-          squares[h][i] = first + i < n_groups ? __ldcg(a.squares + (first + i) * kBatchRows + row) : 0.0f;
-        }
+        for (int i = 0; i < 16; ++i) squares[i] = first + i < n_groups ? __ldcg(from + i * kBatchRows) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) sum = __fadd_rn(sum, squares[i]);      // the last ones add nothing
       }
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        if (first + i >= n_groups) break;
-#pragma unroll
-        for (int h = 0; h < (kGroups > 2 ? 2 : 1); ++h) sums[h] = __fadd_rn(sums[h], squares[h][i]);
-      }
+      factors[h] = rsqrtf(__fmaf_rn(sum, a.inverse_cols, a.norm_eps));
     }
-    factors[0] = rsqrtf(__fmaf_rn(sums[0], a.inverse_cols, a.norm_eps));
-    factors[1] = rsqrtf(__fmaf_rn(sums[1], a.inverse_cols, a.norm_eps));
   }
 
   // ---- copies ----
 
-  // This lane's 16 bytes of the first tile of an item that the walk stands on; null where no row tile is stored.
+  // This lane's 16 bytes of the codes and meta data of the step that the walk stands on, the first of an item.
   __device__ __forceinline__ void enter_item() {
-    codes_from = nullptr;
-    const int row_tile = ahead.row_block * a.item_tiles + own_tile;
-    if (ahead.done(a) || row_tile >= a.stored_row_tiles) return;
+    if (ahead.n_steps == 0) return;
+    // Row tiles beyond the stored ones have no results; they read the last one.
+    const int row_tile = min(ahead.row_block * a.item_tiles + own_tile, a.stored_row_tiles - 1);
     int unit = row_tile, in_unit = 0;
     if (a.row_warps > 1) unit = row_tile / a.row_warps, in_unit = row_tile - unit * a.row_warps;
-    const int in_stage = in_unit + (ahead.t >> (ahead.pair - 1)) * a.row_warps;
+    const int in_stage = in_unit + (a.by_columns ? team * a.row_warps : 0);
     const uint8_t* stage = a.weights + unit * a.unit_bytes + ahead.chunk * kChunkStages * a.stage_bytes + lane * 16;
     codes_from = stage + in_stage * kTile.code_bytes;
     meta_from = stage + a.stage_code_bytes + in_stage * kTile.meta_bytes;
+    // A pair's second tile lies a stage on. Where pairs have one tile, the place of the second one gets the first again.
+    second_at = ahead.pair == 2 ? static_cast<int>(a.stage_bytes) : 0;
+    if (kStep == 2 && lane >= kMetaLanes) meta_from += second_at - kTile.meta_bytes;
   }
   // Asks for this warp's tiles of the next step, if there is one; a group of copies in any case.
   __device__ __forceinline__ void fetch(int slot) {
-    if (!ahead.done(a)) {
-      if (codes_from != nullptr) {
-        const int n = ahead.template n_tiles<kStep>();
-        uint32_t to = shared_address(own_weights) + slot * kSlotBytes + lane * 16;
-        int64_t at = kStep == 1 && (ahead.t & (ahead.pair - 1)) != 0 ? a.stage_bytes : 0;
-#pragma unroll
-        for (int tile = 0; tile < kStep; ++tile, to += kTileBytes, at += a.stage_bytes) {
-          if (tile >= n) break;
-#pragma unroll
-          for (int i = 0; i < kTile.code_bytes; i += 512)
-            if (i + 512 <= kTile.code_bytes || lane * 16 + i < kTile.code_bytes)
-              copy_streamed16(to + i, codes_from + at + i, policy);
-          if (kTile.meta_bytes > 0 && lane * 16 < kTile.meta_bytes)
-            copy_streamed16(to + kTile.code_bytes, meta_from + at, policy);
-        }
-      }
-      const auto next = ahead.template next<kStep>(a, team);
-      if (next == Walk::Next::kNextItem) {
+    if (ahead.n_steps > 0) {
+      const uint32_t to = shared_address(own_weights) + slot * kSlotBytes + lane * 16;
+      copy_codes(to, codes_from);
+      if (kStep == 2) copy_codes(to + kTileBytes, codes_from + second_at);
+      if (lane < kStep * kMetaLanes)
+        copy_streamed16(to + kTile.code_bytes + (lane < kMetaLanes ? 0 : kTileBytes - kTile.meta_bytes), meta_from, policy);
+      if (++ahead.step == ahead.n_steps) {
+        ahead.next_item(a, team);
         enter_item();
-      } else if (next == Walk::Next::kNextPair && codes_from != nullptr) {
-        const int tiles = a.row_warps * (a.by_columns ? 2 : 1);
-        codes_from += tiles * kTile.code_bytes;
-        meta_from += tiles * kTile.meta_bytes;
+      } else {
+        int tiles = a.row_warps * (a.by_columns ? 2 : 1), stages = 0;
+        if (kStep == 1 && ahead.pair == 2) {
+          const bool second = ahead.step % 2 != 0;
+          stages = second ? second_at : -second_at;
+          if (second) tiles = 0;
+        }
+        codes_from += stages + tiles * kTile.code_bytes;
+        meta_from += stages + tiles * kTile.meta_bytes;
       }
     }
     commit_copies();
   }
-  // x of a step into its ring, by the first of the warps that read it. Waits until all have read what lies there.
-  __device__ __forceinline__ void feed_x(const Walk& step) {
-    const int bytes = step.template n_tiles<kStep>() * x_bytes;
+  __device__ __forceinline__ void copy_codes(uint32_t to, const uint8_t* from) const {
+#pragma unroll
+    for (int i = 0; i < kTile.code_bytes; i += 512)
+      if (i + 512 <= kTile.code_bytes || lane * 16 + i < kTile.code_bytes) copy_streamed16(to + i, from + i, policy);
+  }
+  // This warp's weights of the next step, once they are there; asks for later ones.
+  __device__ __forceinline__ const unsigned char* take_weights() {
+    wait_copies<kWeightSlots - 2>();
+    __syncwarp();
+    if (ahead.n_steps > 0) {
+      if (feeder == ring_warp) feed_x(ahead);
+      feed.next(a.n_slots);
+      feeder = feeder + 1 == ring_warps ? 0 : feeder + 1;
+    }
+    fetch(weight_slot == 0 ? kWeightSlots - 1 : weight_slot - 1);     // where the last step's were
+    const unsigned char* weights = own_weights + weight_slot * kSlotBytes;
+    if (++weight_slot == kWeightSlots) weight_slot = 0;
+    return weights;
+  }
+  // x of a step into its ring. Waits until all have read what lies there. A pair's second tile comes along even where the
+  // matrix ends with the first.
+  __device__ __forceinline__ void feed_x(const Walk<kStep>& of) {
     uint64_t* full = small->full[ring] + feed.index;
     barrier_wait(small->empty[ring] + feed.index, feed.parity ^ 1);
     unsigned char* to = x_ring + feed.index * kStep * x_bytes;
-    const unsigned char* from = a.x_tiles + int64_t{step.first_column(a) + step.t} * x_bytes;
+    const int column = Walk<kStep>::first_column(a, of.chunk) + of.column(a, team);
+    const unsigned char* from = a.x_tiles + int64_t{column} * x_bytes;
 #if BERYL_BULK_COPY
-    if (lane == 0) copy_tile_of_x(to, from, static_cast<uint32_t>(bytes), full);
+    if (lane == 0) copy_tile_of_x(to, from, static_cast<uint32_t>(kStep * x_bytes), full);
 #else
-    for (int i = lane * 16; i < bytes; i += 512) copy16_async(shared_address(to + i), from + i, 16);
+    for (int i = lane * 16; i < kStep * x_bytes; i += 512) copy16_async(shared_address(to + i), from + i, 16);
     barrier_arrive_after_copies(full);
 #endif
-    feed.next(a.n_slots);
   }
 
   // ---- products ----
 
   // The sums of an item's columns for this warp's row tile: in the first team where work is split by columns.
-  __device__ __forceinline__ void multiply(const Walk& item, float (&sum)[kTiles][2]) {
+  __device__ __forceinline__ void multiply(int chunk, float (&sum)[kTiles][2]) {
+    const int n_columns = Walk<kStep>::n_columns(a, chunk), pair_tiles = Walk<kStep>::pair_of(a, chunk);
     int pair = 0;
 #pragma unroll 1
-    for (int t = 0; t < item.n_columns; t += item.pair, ++pair) {
-      const int n = min(item.pair, item.n_columns - t);
+    for (int t = 0; t < n_columns; t += pair_tiles, ++pair) {
+      const int n = min(pair_tiles, n_columns - t);
       if (a.by_columns && pair % kTeams != team) continue;
       float part[kTiles][2] = {};
 #pragma unroll 1
       for (int i = 0; i < n; i += kStep) {
-        wait_copies<kWeightSlots - 2>();
-        __syncwarp();
-        if (feeds && !ahead.done(a)) feed_x(ahead);
-        fetch(weight_slot == 0 ? kWeightSlots - 1 : weight_slot - 1);     // what the last step read
-        const unsigned char* weights = own_weights + weight_slot * kSlotBytes;
-        const unsigned char* x = x_ring + place.index * kStep * x_bytes;
+        const unsigned char* weights = take_weights();
         barrier_wait(small->full[ring] + place.index, place.parity);
+        const unsigned char* x = x_ring + place.index * kStep * x_bytes;
         if constexpr (kWgmma) {
           multiply_team(weights, x, n, part);
+        } else if constexpr (kFormat == Format::kFp4G128 && kGroups == 1) {
+          multiply_few(weights, x, part);
+          if (n == 2) multiply_few(weights + kTileBytes, x + x_bytes, part);
         } else {
 #pragma unroll 1
           for (int tile = 0; tile < min(kStep, n - i); ++tile)
             multiply_warp(weights + tile * kTileBytes, x + tile * x_bytes, part);
         }
-        if (++weight_slot == kWeightSlots) weight_slot = 0;
         __syncwarp();
         if (lane == 0) barrier_arrive(small->empty[ring] + place.index);
         place.next(a.n_slots);
@@ -584,64 +622,94 @@ class BatchLinear {
     }
   }
 
-  // The same by the four warps of a team together, for FP4: 1 or 2 tiles. While the tensor cores multiply one, the other is
-  // decoded.
-  __device__ __forceinline__ void multiply_team(const unsigned char* weights, const unsigned char* x, int n,
-                                                float (&part)[kTiles][2]) const {
-#if BERYL_WGMMA
-    const int x_tile = kTiles * 4 * (256 + static_cast<int>(sizeof(XScale)));
-    Fp4G128::Loaded tile[kStep];
-    OffsetOperands operands[kStep][4];
-    TeamProduct<kTiles> product;
-    Fp4G128::load(tile[0], weights, weights + kTile.code_bytes, lane);
-    if (kStep == 2 && n == 2)
-      Fp4G128::load(tile[kStep - 1], weights + kTileBytes, weights + kTileBytes + kTile.code_bytes, lane);
+  // The same for FP4 and 16 rows.
+  __device__ __forceinline__ void multiply_few(const unsigned char* weights, const unsigned char* x,
+                                               float (&part)[kTiles][2]) const {
+    Fp4G128::Loaded tile;
+    Fp4G128::load(tile, weights, weights + kTile.code_bytes, lane);
+    int d[4][4] = {};
+    const unsigned char* own_x = x + lane / 8 * 256 + lane % 8 * 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) operands[0][i] = OffsetOperands(tile[0].codes, i, tables);
-    product.start(operands[0], x);
-    if (kStep == 2 && n == 2) {
+    for (int half = 0; half < 2; ++half) {
+      uint4 b[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) operands[kStep - 1][i] = OffsetOperands(tile[kStep - 1].codes, i, tables);
+      for (int n = 0; n < 4; ++n) b[n] = *reinterpret_cast<const uint4*>(own_x + n * 1024 + half * 128);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const OffsetOperands operands(tile.codes, 2 * half + i, tables);
+        const uint32_t(&w)[4] = operands.a;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) mma_s8(d[n], w[0], w[1], w[2], w[3], word_of(b[n], 2 * i), word_of(b[n], 2 * i + 1));
+      }
     }
-    product.wait();
-    add_product(product, tile[0].scales, x, part);
-    if (kStep == 2 && n == 2) {
-      product.start(operands[kStep - 1], x + x_tile);
-      product.wait();
-      add_product(product, tile[kStep - 1].scales, x + x_tile, part);
-    }
-#endif
+    add_product<4>(d, tile.scales, x + 4 * 4 * 256, part);
   }
-#if BERYL_WGMMA
-  __device__ __forceinline__ void add_product(const TeamProduct<kTiles>& product, uint32_t tile_scales, const unsigned char* x,
+  // part += the sums d of a tile, scaled.
+  template <int kN>
+  __device__ __forceinline__ void add_product(const int (&d)[kN][4], uint32_t tile_scales, const unsigned char* x_scales,
                                               float (&part)[kTiles][2]) const {
-    const XScale* scales = reinterpret_cast<const XScale*>(x + kTiles * 4 * 256) + lane % 4;
+    const XScale* scales = reinterpret_cast<const XScale*>(x_scales) + lane % 4;
     const float scale0 = bf16_at(tile_scales, 0), scale1 = bf16_at(tile_scales, 1);
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < kN; ++n) {
       const XScale of_x = scales[4 * n];
-      const float digits0 = __int2float_rn(product.d[n][0] * 256 + product.d[n][1] + of_x.offset);
-      const float digits1 = __int2float_rn(product.d[n][2] * 256 + product.d[n][3] + of_x.offset);
+      const float digits0 = __int2float_rn(d[n][0] * 256 + d[n][1] + of_x.offset);
+      const float digits1 = __int2float_rn(d[n][2] * 256 + d[n][3] + of_x.offset);
       part[n][0] = __fmaf_rn(digits0, __fmul_rn(scale0, of_x.scale), part[n][0]);
       part[n][1] = __fmaf_rn(digits1, __fmul_rn(scale1, of_x.scale), part[n][1]);
     }
   }
+  // The same by the four warps of a team together: a pair of tiles. The pair that has but one is finished by n. There must be
+  // no branch between start and wait: the compiler would lose sight of the registers that are being read.
+  struct DecodedTile {
+    OffsetOperands operands[4];
+    uint32_t scales;
+  };
+  __device__ __forceinline__ void decode(const unsigned char* weights, DecodedTile& out) const {
+    Fp4G128::Loaded tile;
+    Fp4G128::load(tile, weights, weights + kTile.code_bytes, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.operands[i] = OffsetOperands(tile.codes, i, tables);
+    out.scales = tile.scales;
+  }
+  __device__ __forceinline__ void multiply_team(const unsigned char* weights, const unsigned char* x, int n,
+                                                float (&part)[kTiles][2]) const {
+#if BERYL_WGMMA
+    DecodedTile tiles[2];
+    TeamProduct<kTiles> product;
+    decode(weights, tiles[0]);
+    product.start(tiles[0].operands, x);
+    decode(weights + kTileBytes, tiles[1]);
+    product.wait();
+    add_product<kTiles>(product.d, tiles[0].scales, x + kTiles * 4 * 256, part);
+    if (n == 1) return;
+    x += x_bytes;
+    product.start(tiles[1].operands, x);
+    product.wait();
+    add_product<kTiles>(product.d, tiles[1].scales, x + kTiles * 4 * 256, part);
 #endif
+  }
 
   // ---- y ----
 
-  // A lane has rows lane / 4 and lane / 4 + 8 of the row tile for rows 4 n + lane % 4 of x.
-  __device__ __forceinline__ void finish(int row_tile, int chunk, float (&sum)[kTiles][2]) const {
-    const int n_tiles = min(kTiles, (a.n_rows + 3) / 4);
+  // A lane has rows lane / 4 and lane / 4 + 8 of the row tile for rows 4 n + lane % 4 of x. They go to y by way of shared
+  // memory, so that what follows is a short loop: code that runs once costs what it takes to fetch it.
+  __device__ __forceinline__ void finish(int row_tile, int chunk, const float (&sum)[kTiles][2]) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float* to = staging + (4 * n + lane % 4) * kTileRows + lane / 4;
+      if (kGroups > 1 && 4 * n >= a.padded_rows) break;
+      to[0] = sum[n][0], to[8] = sum[n][1];
+    }
+    __syncwarp();
+    const float* from = staging;
     if (a.n_chunks > 1) {
       const int64_t at = a.split ? row_tile : static_cast<int>(blockIdx.x) * kTeams * kTeamWarps + own_tile;
-      float* mine = a.partials + at * a.padded_rows * 16 + lane;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        if (n >= n_tiles) break;
-        __stcg(mine + chunk * a.chunk_floats + n * 64, sum[n][0]);
-        __stcg(mine + chunk * a.chunk_floats + n * 64 + 32, sum[n][1]);
-      }
+      float* mine = a.partials + at * a.padded_rows * kTileRows;
+      float4* to = reinterpret_cast<float4*>(mine + chunk * a.chunk_floats);
+#pragma unroll 1
+      for (int i = lane; i < a.n_rows * kTileRows / 4; i += 32) __stcg(to + i, reinterpret_cast<const float4*>(staging)[i]);
       if (a.split) {
         __threadfence();
         __syncwarp();
@@ -653,45 +721,42 @@ class BatchLinear {
       } else if (chunk != a.n_chunks - 1) {
         return;
       }
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        if (n >= n_tiles) break;
-        const float* from = mine + n * 64;
-        sum[n][0] = __ldcg(from), sum[n][1] = __ldcg(from + 32);
-        for (int c = 1; c < a.n_chunks; ++c) {
-          from += a.chunk_floats;
-          sum[n][0] = __fadd_rn(sum[n][0], __ldcg(from));
-          sum[n][1] = __fadd_rn(sum[n][1], __ldcg(from + 32));
-        }
+#pragma unroll 1
+      for (int i = lane; i < a.n_rows * kTileRows / 4; i += 32) {
+        const float* chunks = mine + i * 4;
+        float4 total = __ldcg(reinterpret_cast<const float4*>(chunks));
+#pragma unroll 4
+        for (int c = 1; c < a.n_chunks; ++c)
+          total = plus(total, __ldcg(reinterpret_cast<const float4*>(chunks + c * a.chunk_floats)));
+        reinterpret_cast<float4*>(staging)[i] = total;
       }
+      __syncwarp();
     }
-    float factors[2] = {1, 1};
-    if (a.has_norm) norm_factors(factors);
-    float scale[2] = {1, 1};
+    if (a.has_norm && !has_factors) norm_factors(factors), has_factors = true;
+    const int bits = a.gated ? 3 : 4;           // rows of a tile that are outputs: 8 or 16
+    const int out = lane & ((1 << bits) - 1), col = (row_tile << bits) + out;
+    float scale = 1, up_scale = 1;
     if (a.row_scales != nullptr) {
-      scale[0] = a.row_scales[row_tile * kTileRows + lane / 4];
-      scale[1] = a.row_scales[row_tile * kTileRows + lane / 4 + 8];
+      scale = a.row_scales[row_tile * kTileRows + out];
+      up_scale = a.row_scales[row_tile * kTileRows + (out + 8) % kTileRows];
     }
-    const int col = row_tile * (a.gated ? kTileRows / 2 : kTileRows) + lane / 4;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int row = 4 * n + lane % 4;
-      if (n >= n_tiles) break;
-      const float factor = __shfl_sync(kAllLanes, factors[n / 8], row % 32);
-      if (row >= a.n_rows) continue;
-      float value[2] = {sum[n][0], sum[n][1]};
-      if (a.has_norm) {
-        value[0] = __fmul_rn(value[0], factor), value[1] = __fmul_rn(value[1], factor);
-      }
-      if (a.row_scales != nullptr) value[0] = __fmul_rn(value[0], scale[0]), value[1] = __fmul_rn(value[1], scale[1]);
+#pragma unroll 4
+    for (int first = 0; first < a.n_rows; first += 32 >> bits) {
+      const int row = first + (lane >> bits);
+      const float factor = __shfl_sync(kAllLanes, row < 32 ? factors[0] : factors[1], row % 32);
+      if (row >= a.n_rows || col >= a.outputs) continue;
+      float value = from[row * kTileRows + out];
+      if (a.has_norm) value = __fmul_rn(value, factor);
+      if (a.row_scales != nullptr) value = __fmul_rn(value, scale);
       if (a.gated) {
-        const float gate = a.epilogue == DecodeEpilogue::kGatedGelu ? quick_gelu_tanh(value[0]) : quick_silu(value[0]);
-        if (col < a.outputs) store(row, col, __fmul_rn(gate, value[1]));
+        float up = from[row * kTileRows + out + 8];
+        if (a.has_norm) up = __fmul_rn(up, factor);
+        if (a.row_scales != nullptr) up = __fmul_rn(up, up_scale);
+        value = __fmul_rn(a.epilogue == DecodeEpilogue::kGatedGelu ? quick_gelu_tanh(value) : quick_silu(value), up);
       } else {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (col + 8 * h < a.outputs) store(row, col + 8 * h, finished(value[h], row, col + 8 * h));
+        value = finished(value, row, col);
       }
+      a.y.values[row * a.y.stride + col] = __uint_as_float(round_result(value));
     }
   }
   __device__ __forceinline__ float finished(float value, int row, int col) const {
@@ -704,33 +769,34 @@ class BatchLinear {
       default: return value * quick_silu(other);
     }
   }
-  __device__ __forceinline__ void store(int row, int col, float value) const {
-    a.y.values[row * a.y.stride + col] = __uint_as_float(round_result(value));
-  }
-
   const BatchKernelArgs& a;
   unsigned char* shared;
   BatchShared* small;
   int warp, lane, team;
   int own_tile;                     // this warp's row tile of an item
   int ring;                         // of x
-  bool feeds;                       // this warp copies for it
+  int ring_warp, ring_warps;        // of the warps that share it; they feed it by turns
   unsigned char* x_ring;
+  float* staging;                   // of this warp
   unsigned char* own_weights;       // this warp's ring
   int weight_slot = 0;              // in it
   int x_bytes;                      // of x for one column tile
+  int second_at = 0;                // from a pair's first tile to its second
   uint64_t policy = 0;
-  Walk ahead;                       // what this warp fetches next
+  Walk<kStep> ahead;                       // what this warp fetches next
   const uint8_t* codes_from = nullptr;
   const uint8_t* meta_from = nullptr;
   Slot place;                       // in the ring of x
   Slot feed;                        // where feed_x goes on
+  int feeder = 0;                   // whose turn it is
   Slot exchange;                    // among the two buffers
+  float factors[2] = {1, 1};        // of the norm, rows `lane` and `lane + 32` of x
+  bool has_factors = false;
   E2m1Tables tables;
 };
 
 template <class Codec, Format kFormat, int kGroups>
-__global__ void __launch_bounds__(kBatchThreads, blocks_an_sm(kFormat, kGroups * kGroupRows))
+__global__ void __launch_bounds__(kBatchThreads, blocks_an_sm(kGroups * kGroupRows))
     batch_linear_kernel(const __grid_constant__ BatchKernelArgs args) {
   extern __shared__ __align__(128) unsigned char batch_shared[];
   BatchLinear<Codec, kFormat, kGroups>(args, batch_shared).run();

@@ -44,7 +44,8 @@ ScratchLayout scratch_layout(const MatvecPlan& plan, int rows, int64_t partial_t
   ScratchLayout layout = {};
   layout.squares = round_up(sizeof(BatchControl), kAlignment);
   layout.x_tiles = layout.squares + n_groups * kBatchRows * int64_t{sizeof(float)};
-  layout.partials = layout.x_tiles + n_tiles * x_tile_bytes(plan.format, rows);
+  // A step reads pairs of tiles, even beyond the last one.
+  layout.partials = layout.x_tiles + (n_tiles + 1) * x_tile_bytes(plan.format, rows);
   layout.end = layout.partials;
   if (plan.n_chunks() > 1) layout.end += plan.n_chunks() * partial_tiles * rows * kTileRows * int64_t{sizeof(float)};
   return layout;
@@ -63,13 +64,14 @@ struct Cut {
   bool fits = false;
   int weights_at = 0;
   int exchange_at = 0;
+  int staging_at = 0;
   int small_at = 0;
   int shared_bytes = 0;
 };
 Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, bool by_columns, const MatvecDevice& device) {
   constexpr int kReserved = 1024;             // of a block, by the driver
   const int kernel_rows = n_tiles * 4;
-  const int n_resident = blocks_an_sm(plan.format, kernel_rows);
+  const int n_resident = blocks_an_sm(kernel_rows);
   Cut cut;
   cut.by_columns = by_columns;
   cut.item_tiles = by_columns ? kTeamWarps : kTeams * kTeamWarps;
@@ -81,15 +83,20 @@ Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, bool by_columns, 
   cut.partial_tiles = cut.split ? plan.n_row_tiles : int64_t{cut.n_blocks} * kTeams * kTeamWarps;
   const int exchange_bytes = by_columns ? kTeamWarps * 2 * (n_tiles / 2) * 32 * static_cast<int>(sizeof(float4)) : 0;
   const int budget = std::min(device.shared_per_sm / n_resident - kReserved, device.shared_per_block);
-  const int fixed = weight_ring_bytes(plan.format, kernel_rows) + exchange_bytes + static_cast<int>(sizeof(BatchShared));
+  const int staging_bytes = cut.item_tiles * rows * kTileRows * static_cast<int>(sizeof(float));
+  const int fixed = weight_ring_bytes(plan.format, kernel_rows) + exchange_bytes + staging_bytes + static_cast<int>(sizeof(BatchShared));
   const int slot_bytes = step_tiles(plan.format, kernel_rows) * x_tile_bytes(plan.format, rows);
   const int n_rings = by_columns ? kTeams : 1;
   cut.n_slots = std::clamp((budget - fixed) / (n_rings * slot_bytes), 0, kBatchMaxSlots);
   cut.weights_at = n_rings * cut.n_slots * slot_bytes;
-  cut.fits = cut.n_slots >= weight_slots(plan.format, kernel_rows);     // x is asked for together with the weights
+  cut.fits = cut.n_slots >= weight_slots(plan.format, kernel_rows);
   cut.exchange_at = cut.weights_at + weight_ring_bytes(plan.format, kernel_rows);
-  cut.small_at = cut.exchange_at + exchange_bytes;
+  cut.staging_at = cut.exchange_at + exchange_bytes;
+  cut.small_at = cut.staging_at + staging_bytes;
   cut.shared_bytes = cut.small_at + static_cast<int>(sizeof(BatchShared));
+  // Two blocks on one multiprocessor while another has none would take twice the time: so much that only one fits.
+  if (cut.n_blocks <= device.n_sms && n_resident > 1 && std::getenv("BATCH_TWO") == nullptr)
+    cut.shared_bytes = std::max(cut.shared_bytes, device.shared_per_sm / 2);
   return cut;
 }
 // By columns where more multiprocessors then have work: their items cost half, but x is read twice as often.
@@ -199,6 +206,7 @@ void launch_batch_linear(const MatvecPlan& plan, const BatchLinearArgs& args, co
   product.n_slots = cut.n_slots;
   product.weights_at = cut.weights_at;
   product.exchange_at = cut.exchange_at;
+  product.staging_at = cut.staging_at;
   product.small_at = cut.small_at;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(cut.n_blocks));

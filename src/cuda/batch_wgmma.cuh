@@ -26,7 +26,7 @@ constexpr uint32_t kOffsetNegativeLow = 0x08060400u, kOffsetNegativeHigh = 0x0c0
 // The four registers of a of one k-step of 32: a0..a3 as for mma.m16n8k32, for each of the four warps' 16 rows.
 struct OffsetOperands {
   uint32_t a[4];
-  __device__ __forceinline__ OffsetOperands() {}
+  OffsetOperands() = default;
   __device__ __forceinline__ OffsetOperands(const E2m1Codes& codes, int step, const E2m1Tables& tables) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
