@@ -3,10 +3,10 @@
 // First the blocks together cut x into digits: each warp takes some groups of 128 columns of some rows, writes them to
 // memory, and a counter tells when all are there. (So all blocks must be resident together.)
 //
-// A block is two teams of 4 warps. Its work are items: a block of row tiles times one chunk of columns (matvec_layout.h).
-//   by rows      an item has 8 row tiles, one a warp
-//   by columns   an item has 4 row tiles; a warp of each team has the same one, and the teams take turns by pairs of column
-//                tiles. The second team hands its sums of a pair to the first. For matrices of few rows.
+// A block is 8 warps. Its work are items: a block of row tiles times one chunk of columns (matvec_layout.h).
+//   one team          an item has 8 row tiles, one a warp
+//   2 or 4 teams      an item has 4 or 2 row tiles; one warp of each team has the same one, and the teams take turns by pairs
+//                     of column tiles. The others hand their sums of a pair to the first. For matrices of few rows.
 // Each warp fetches its own tiles, a few ahead, into a ring of its own in shared memory (cp.async), across items and before
 // the kernel before has finished. The digits of x for one column tile after the other go through a ring that all warps
 // with the same columns share, a bulk copy each, which one of these warps asks for. A warp decodes a tile once for all rows of x. Formats with one scale a tile of integers (FP4) use the tensor
@@ -30,10 +30,11 @@
 
 namespace beryl::cuda {
 
-inline constexpr int kTeams = 2;
-inline constexpr int kTeamWarps = 4;
-inline constexpr int kBatchThreads = kTeams * kTeamWarps * 32;
-inline constexpr int kBatchMaxSlots = 8;        // of both rings of x
+inline constexpr int kBatchWarps = 8;
+inline constexpr int kBatchThreads = kBatchWarps * 32;
+inline constexpr int kMaxTeams = 4;
+inline constexpr int kBatchMaxSlots = 8;        // of a ring of x
+inline constexpr int kMaxExchanges = 6;         // pairs of a row tile and a team that hands over
 inline constexpr int kGroupRows = 16;           // rows of x that a codec multiplies at once: 4 n-tiles of 4 rows
 
 // ---- x in memory: a tile for each column tile of W ----
@@ -79,7 +80,7 @@ __host__ __device__ constexpr int weight_slots(Format format, int padded_rows) {
   return tile_bytes(format) <= 1728 && padded_rows <= 32 ? 3 : 2;
 }
 __host__ __device__ constexpr int weight_ring_bytes(Format format, int padded_rows) {        // of a block
-  return kTeams * kTeamWarps * weight_slots(format, padded_rows) * step_tiles(format, padded_rows) * tile_bytes(format);
+  return kBatchWarps * weight_slots(format, padded_rows) * step_tiles(format, padded_rows) * tile_bytes(format);
 }
 
 // In the scratch, all zeros between calls.
@@ -121,11 +122,11 @@ struct BatchKernelArgs {
   DecodeEpilogue epilogue;
   bool gated;
 
-  bool by_columns, split;
+  int team_shift;                   // 2^team_shift teams
+  bool split;
   int item_tiles;                   // row tiles of an item
   int n_row_blocks;                 // of item_tiles each
-  int n_slots;                      // of a ring of x, each step_tiles · x_tile_bytes; the rings (by columns: two) begin
-                                    // shared memory
+  int n_slots;                      // of a ring of x, each step_tiles · x_tile_bytes; the teams' rings begin shared memory
   int weights_at;                   // the warps' rings
   int exchange_at;
   int staging_at;                   // [warps][padded_rows][16] f32: sums on their way to y
@@ -133,10 +134,10 @@ struct BatchKernelArgs {
 };
 
 struct BatchShared {
-  alignas(8) uint64_t full[kTeams][kBatchMaxSlots];       // of the rings of x; by rows there is one
-  uint64_t empty[kTeams][kBatchMaxSlots];
-  uint64_t handed[kTeamWarps][2];   // by columns: a buffer of the second team is full
-  uint64_t taken[kTeamWarps][2];
+  alignas(8) uint64_t full[kMaxTeams][kBatchMaxSlots];       // of the teams' rings of x
+  uint64_t empty[kMaxTeams][kBatchMaxSlots];
+  uint64_t handed[kMaxExchanges][2];    // a buffer is full
+  uint64_t taken[kMaxExchanges][2];
   uint32_t tables[3][32];           // of E2M1 decoding, a copy a lane
 };
 
@@ -150,7 +151,7 @@ struct Slot {
   }
 };
 
-// The steps of a block's items, one after the other, or of those that a team of it has: alternate pairs of column tiles. A
+// The steps of a block's items, one after the other, or of those that a team of it has: every second or fourth pair of column tiles. A
 // step is kStep column tiles.
 template <int kStep>
 struct Walk {
@@ -181,7 +182,7 @@ struct Walk {
   // Of the step, within the chunk.
   __device__ __forceinline__ int column(const BatchKernelArgs& a, int team) const {
     const int shift = pair - 1, own = kStep == 1 ? step >> shift : step;
-    return ((a.by_columns ? own * kTeams + team : own) << shift) + (kStep == 1 ? step & shift : 0);
+    return (((own << a.team_shift) + team) << shift) + (kStep == 1 ? step & shift : 0);
   }
 
  private:
@@ -207,10 +208,10 @@ struct Walk {
       if (a.split ? chunk >= a.n_chunks : row_block >= a.n_row_blocks) return;
       pair = pair_of(a, chunk);
       const int columns = n_columns(a, chunk), pairs = (columns + pair - 1) >> (pair - 1);
-      const int own_pairs = a.by_columns ? (pairs - team + 1) / kTeams : pairs;
+      const int last_team = (1 << a.team_shift) - 1, own_pairs = (pairs - team + last_team) >> a.team_shift;
       n_steps = own_pairs;
       if (kStep == 1 && pair == 2) {
-        const bool has_last = !a.by_columns || (pairs - 1) % kTeams == team;
+        const bool has_last = ((pairs - 1) & last_team) == team;
         n_steps = 2 * own_pairs - (has_last ? columns % 2 : 0);
       }
       if (n_steps > 0) return;
@@ -266,11 +267,8 @@ class BatchLinear {
 
   __device__ __forceinline__ BatchLinear(const BatchKernelArgs& args, unsigned char* shared_memory)
       : a(args), shared(shared_memory), small(reinterpret_cast<BatchShared*>(shared_memory + args.small_at)),
-        warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), team(warp / kTeamWarps),
-        own_tile(args.by_columns ? warp % kTeamWarps : warp), ring(args.by_columns ? team : 0),
-        ring_warp(args.by_columns ? warp % kTeamWarps : warp),
-        ring_warps(args.by_columns ? kTeamWarps : kTeams * kTeamWarps),
-        x_ring(shared_memory + ring * args.n_slots * kStep * x_tile_bytes(kFormat, args.padded_rows)),
+        warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), team_warps(kBatchWarps >> args.team_shift), team(warp / team_warps), own_tile(warp % team_warps),
+        x_ring(shared_memory + team * args.n_slots * kStep * x_tile_bytes(kFormat, args.padded_rows)),
         staging(reinterpret_cast<float*>(shared_memory + args.staging_at) + warp * args.padded_rows * kTileRows),
         own_weights(shared_memory + args.weights_at + warp * kWeightSlots * kSlotBytes),
         x_bytes(x_tile_bytes(kFormat, args.padded_rows)) {}
@@ -278,13 +276,13 @@ class BatchLinear {
   __device__ __forceinline__ void run() {
     grid_launch_dependents();
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread < kTeams * kBatchMaxSlots) {
+    if (thread < kMaxTeams * kBatchMaxSlots) {
       barrier_init(small->full[0] + thread, BERYL_BULK_COPY ? 1 : 32);
-      barrier_init(small->empty[0] + thread, a.by_columns ? kTeamWarps : kTeams * kTeamWarps);
+      barrier_init(small->empty[0] + thread, team_warps);
       barrier_init_fence();
-    } else if (thread < kTeams * kBatchMaxSlots + 2 * kTeamWarps) {
-      barrier_init(small->handed[0] + thread - kTeams * kBatchMaxSlots, 1);
-      barrier_init(small->taken[0] + thread - kTeams * kBatchMaxSlots, 1);
+    } else if (thread < kMaxTeams * kBatchMaxSlots + 2 * kMaxExchanges) {
+      barrier_init(small->handed[0] + thread - kMaxTeams * kBatchMaxSlots, 1);
+      barrier_init(small->taken[0] + thread - kMaxTeams * kBatchMaxSlots, 1);
     }
     if (warp == 7) {
       small->tables[0][lane] = kOffset ? kOffsetPositiveLow : kPositiveLow;
@@ -305,7 +303,7 @@ class BatchLinear {
     }
     const volatile uint32_t* words = small->tables[0];
     tables = {words[lane], words[32 + lane], words[64 + lane]};
-    if (ring_warp == 0) {
+    if (own_tile == 0) {
       Walk<kStep> first;
       first.begin(a, team);
       if (first.n_steps > 0) await_x();
@@ -324,7 +322,7 @@ class BatchLinear {
       float sum[kTiles][2] = {};
       multiply(item.chunk, sum);
       const int row_tile = item.row_block * a.item_tiles + own_tile;
-      if (row_tile < a.n_row_tiles && (!a.by_columns || team == 0)) finish(row_tile, item.chunk, sum);
+      if (row_tile < a.n_row_tiles && team == 0) finish(row_tile, item.chunk, sum);
     }
     if (thread == 0 && atomicAdd(&a.control->left, 1) == static_cast<int>(gridDim.x) - 1) {
       a.control->ready = 0;
@@ -338,10 +336,10 @@ class BatchLinear {
   // This block's part.
   __device__ __forceinline__ void prepare_x() const {
     constexpr int kAhead = 2;                   // loads in flight
-    const int stride = static_cast<int>(gridDim.x) * kTeams * kTeamWarps;
+    const int stride = static_cast<int>(gridDim.x) * kBatchWarps;
     const int n_tasks = (a.cols + 127) / 128 << a.row_shift;
 #pragma unroll 1
-    for (int first = static_cast<int>(blockIdx.x) * kTeams * kTeamWarps + warp; first < n_tasks; first += kAhead * stride) {
+    for (int first = static_cast<int>(blockIdx.x) * kBatchWarps + warp; first < n_tasks; first += kAhead * stride) {
       float4 v[kAhead], weight[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -416,12 +414,12 @@ class BatchLinear {
       const float* from = a.squares + min(lane + 32 * h, a.n_rows - 1);
       float sum = 0;
 #pragma unroll 1
-      for (int first = 0; first < n_groups; first += 16, from += 16 * kBatchRows) {
-        float squares[16];
+      for (int first = 0; first < n_groups; first += 32, from += 32 * kBatchRows) {
+        float squares[32];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) squares[i] = first + i < n_groups ? __ldcg(from + i * kBatchRows) : 0.0f;
+        for (int i = 0; i < 32; ++i) squares[i] = first + i < n_groups ? __ldcg(from + i * kBatchRows) : 0.0f;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) sum = __fadd_rn(sum, squares[i]);      // the last ones add nothing
+        for (int i = 0; i < 32; ++i) sum = __fadd_rn(sum, squares[i]);      // the last ones add nothing
       }
       factors[h] = rsqrtf(__fmaf_rn(sum, a.inverse_cols, a.norm_eps));
     }
@@ -436,7 +434,7 @@ class BatchLinear {
     const int row_tile = min(ahead.row_block * a.item_tiles + own_tile, a.stored_row_tiles - 1);
     int unit = row_tile, in_unit = 0;
     if (a.row_warps > 1) unit = row_tile / a.row_warps, in_unit = row_tile - unit * a.row_warps;
-    const int in_stage = in_unit + (a.by_columns ? team * a.row_warps : 0);
+    const int in_stage = in_unit + team * a.row_warps;
     const uint8_t* stage = a.weights + unit * a.unit_bytes + ahead.chunk * kChunkStages * a.stage_bytes + lane * 16;
     codes_from = stage + in_stage * kTile.code_bytes;
     meta_from = stage + a.stage_code_bytes + in_stage * kTile.meta_bytes;
@@ -456,7 +454,7 @@ class BatchLinear {
         ahead.next_item(a, team);
         enter_item();
       } else {
-        int tiles = a.row_warps * (a.by_columns ? 2 : 1), stages = 0;
+        int tiles = a.row_warps << a.team_shift, stages = 0;
         if (kStep == 1 && ahead.pair == 2) {
           const bool second = ahead.step % 2 != 0;
           stages = second ? second_at : -second_at;
@@ -478,9 +476,9 @@ class BatchLinear {
     wait_copies<kWeightSlots - 2>();
     __syncwarp();
     if (ahead.n_steps > 0) {
-      if (feeder == ring_warp) feed_x(ahead);
+      if (feeder == own_tile) feed_x(ahead);
       feed.next(a.n_slots);
-      feeder = feeder + 1 == ring_warps ? 0 : feeder + 1;
+      feeder = feeder + 1 == team_warps ? 0 : feeder + 1;
     }
     fetch(weight_slot == 0 ? kWeightSlots - 1 : weight_slot - 1);     // where the last step's were
     const unsigned char* weights = own_weights + weight_slot * kSlotBytes;
@@ -490,8 +488,8 @@ class BatchLinear {
   // x of a step into its ring. Waits until all have read what lies there. A pair's second tile comes along even where the
   // matrix ends with the first.
   __device__ __forceinline__ void feed_x(const Walk<kStep>& of) {
-    uint64_t* full = small->full[ring] + feed.index;
-    barrier_wait(small->empty[ring] + feed.index, feed.parity ^ 1);
+    uint64_t* full = small->full[team] + feed.index;
+    barrier_wait(small->empty[team] + feed.index, feed.parity ^ 1);
     unsigned char* to = x_ring + feed.index * kStep * x_bytes;
     const int column = Walk<kStep>::first_column(a, of.chunk) + of.column(a, team);
     const unsigned char* from = a.x_tiles + int64_t{column} * x_bytes;
@@ -505,22 +503,21 @@ class BatchLinear {
 
   // ---- products ----
 
-  // The sums of an item's columns for this warp's row tile: in the first team where work is split by columns.
+  // The sums of an item's columns for this warp's row tile, in the first team.
   __device__ __forceinline__ void multiply(int chunk, float (&sum)[kTiles][2]) {
     const int n_columns = Walk<kStep>::n_columns(a, chunk), pair_tiles = Walk<kStep>::pair_of(a, chunk);
-    int pair = 0;
+    const int n_pairs = (n_columns + pair_tiles - 1) >> (pair_tiles - 1), last_team = (1 << a.team_shift) - 1;
 #pragma unroll 1
-    for (int t = 0; t < n_columns; t += pair_tiles, ++pair) {
-      const int n = min(pair_tiles, n_columns - t);
-      if (a.by_columns && pair % kTeams != team) continue;
+    for (int pair = team; pair < n_pairs; pair += last_team + 1) {
+      const int n = min(pair_tiles, n_columns - pair * pair_tiles);
       float part[kTiles][2] = {};
 #pragma unroll 1
       for (int i = 0; i < n; i += kStep) {
         const unsigned char* weights = take_weights();
-        barrier_wait(small->full[ring] + place.index, place.parity);
+        barrier_wait(small->full[team] + place.index, place.parity);
         const unsigned char* x = x_ring + place.index * kStep * x_bytes;
         if constexpr (kWgmma) {
-          multiply_team(weights, x, n, part);
+          multiply_together(weights, x, n, part);
         } else if constexpr (kFormat == Format::kFp4G128 && kGroups == 1) {
           multiply_few(weights, x, part);
           if (n == 2) multiply_few(weights + kTileBytes, x + x_bytes, part);
@@ -530,23 +527,23 @@ class BatchLinear {
             multiply_warp(weights + tile * kTileBytes, x + tile * x_bytes, part);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(small->empty[ring] + place.index);
+        if (lane == 0) barrier_arrive(small->empty[team] + place.index);
         place.next(a.n_slots);
       }
-      if (a.by_columns && team == 1) {
+      if (team > 0) {
         hand_over(part);
         continue;
       }
-      if (a.by_columns && pair > 0) take_over(sum);
-      if (pair == 0) {
+      if (pair > 0) {
+        take_over(last_team, sum);
+        add(sum, part);
+      } else {
 #pragma unroll
         for (int n_tile = 0; n_tile < kTiles; ++n_tile)
           sum[n_tile][0] = part[n_tile][0], sum[n_tile][1] = part[n_tile][1];
-      } else {
-        add(sum, part);
       }
     }
-    if (a.by_columns && team == 0 && pair % kTeams == 0) take_over(sum);
+    if (team == 0) take_over((n_pairs - 1) & last_team, sum);
   }
   __device__ __forceinline__ static void add(float (&sum)[kTiles][2], const float (&part)[kTiles][2]) {
 #pragma unroll
@@ -556,35 +553,44 @@ class BatchLinear {
     }
   }
 
-  // From a warp of the second team to that of the first with the same row tile: lane for lane, in two buffers by turns.
-  __device__ __forceinline__ float4* exchange_buffer() const {
-    return reinterpret_cast<float4*>(shared + a.exchange_at) +
-           (own_tile * 2 + exchange.index) * (kTiles / 2) * 32 + lane;
+  // From a warp of another team to that of the first with the same row tile: lane for lane, in two buffers by turns.
+  __device__ __forceinline__ int exchange_of(int other_team) const {
+    return own_tile * ((1 << a.team_shift) - 1) + other_team - 1;
+  }
+  __device__ __forceinline__ float4* exchange_buffer(int exchange, int buffer) const {
+    return reinterpret_cast<float4*>(shared + a.exchange_at) + (exchange * 2 + buffer) * (kTiles / 2) * 32 + lane;
   }
   __device__ __forceinline__ void hand_over(const float (&part)[kTiles][2]) {
-    barrier_wait(&small->taken[own_tile][exchange.index], exchange.parity ^ 1);
-    float4* to = exchange_buffer();
+    const int exchange = exchange_of(team), buffer = handed[0].index;
+    barrier_wait(&small->taken[exchange][buffer], handed[0].parity ^ 1);
+    float4* to = exchange_buffer(exchange, buffer);
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i)
       to[i * 32] = make_float4(part[2 * i][0], part[2 * i][1], part[2 * i + 1][0], part[2 * i + 1][1]);
     __syncwarp();
-    if (lane == 0) barrier_arrive(&small->handed[own_tile][exchange.index]);
-    exchange.next(2);
+    if (lane == 0) barrier_arrive(&small->handed[exchange][buffer]);
+    handed[0].next(2);
   }
-  __device__ __forceinline__ void take_over(float (&sum)[kTiles][2]) {
-    barrier_wait(&small->handed[own_tile][exchange.index], exchange.parity);
-    const float4* from = exchange_buffer();
+  // Adds the next sums of teams 1 to last, in this order.
+  __device__ __forceinline__ void take_over(int last, float (&sum)[kTiles][2]) {
 #pragma unroll
-    for (int i = 0; i < kTiles / 2; ++i) {
-      const float4 v = from[i * 32];
-      sum[2 * i][0] = __fadd_rn(sum[2 * i][0], v.x);
-      sum[2 * i][1] = __fadd_rn(sum[2 * i][1], v.y);
-      sum[2 * i + 1][0] = __fadd_rn(sum[2 * i + 1][0], v.z);
-      sum[2 * i + 1][1] = __fadd_rn(sum[2 * i + 1][1], v.w);
+    for (int other = 1; other < (kGroups == 1 ? kMaxTeams : 2); ++other) {
+      if (other > last) break;
+      const int exchange = exchange_of(other), buffer = handed[other - 1].index;
+      barrier_wait(&small->handed[exchange][buffer], handed[other - 1].parity);
+      const float4* from = exchange_buffer(exchange, buffer);
+#pragma unroll
+      for (int i = 0; i < kTiles / 2; ++i) {
+        const float4 v = from[i * 32];
+        sum[2 * i][0] = __fadd_rn(sum[2 * i][0], v.x);
+        sum[2 * i][1] = __fadd_rn(sum[2 * i][1], v.y);
+        sum[2 * i + 1][0] = __fadd_rn(sum[2 * i + 1][0], v.z);
+        sum[2 * i + 1][1] = __fadd_rn(sum[2 * i + 1][1], v.w);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&small->taken[exchange][buffer]);
+      handed[other - 1].next(2);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&small->taken[own_tile][exchange.index]);
-    exchange.next(2);
   }
 
   // part += this warp's tile times all rows of x, by the format's codec.
@@ -672,7 +678,7 @@ class BatchLinear {
     for (int i = 0; i < 4; ++i) out.operands[i] = OffsetOperands(tile.codes, i, tables);
     out.scales = tile.scales;
   }
-  __device__ __forceinline__ void multiply_team(const unsigned char* weights, const unsigned char* x, int n,
+  __device__ __forceinline__ void multiply_together(const unsigned char* weights, const unsigned char* x, int n,
                                                 float (&part)[kTiles][2]) const {
 #if BERYL_WGMMA
     DecodedTile tiles[2];
@@ -705,7 +711,7 @@ class BatchLinear {
     __syncwarp();
     const float* from = staging;
     if (a.n_chunks > 1) {
-      const int64_t at = a.split ? row_tile : static_cast<int>(blockIdx.x) * kTeams * kTeamWarps + own_tile;
+      const int64_t at = a.split ? row_tile : static_cast<int>(blockIdx.x) * kBatchWarps + own_tile;
       float* mine = a.partials + at * a.padded_rows * kTileRows;
       float4* to = reinterpret_cast<float4*>(mine + chunk * a.chunk_floats);
 #pragma unroll 1
@@ -772,10 +778,9 @@ class BatchLinear {
   const BatchKernelArgs& a;
   unsigned char* shared;
   BatchShared* small;
-  int warp, lane, team;
-  int own_tile;                     // this warp's row tile of an item
-  int ring;                         // of x
-  int ring_warp, ring_warps;        // of the warps that share it; they feed it by turns
+  int warp, lane;
+  int team_warps, team;
+  int own_tile;                     // this warp's row tile of an item; the warps of a team feed its ring of x by turns
   unsigned char* x_ring;
   float* staging;                   // of this warp
   unsigned char* own_weights;       // this warp's ring
@@ -789,7 +794,7 @@ class BatchLinear {
   Slot place;                       // in the ring of x
   Slot feed;                        // where feed_x goes on
   int feeder = 0;                   // whose turn it is
-  Slot exchange;                    // among the two buffers
+  Slot handed[kMaxTeams - 1];       // among the two buffers, of each other team; of another team: the first is its own
   float factors[2] = {1, 1};        // of the norm, rows `lane` and `lane + 32` of x
   bool has_factors = false;
   E2m1Tables tables;

@@ -2,7 +2,6 @@
 #include "cuda/batch_linear.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "base/error.h"
 #include "cuda/batch_kernel.cuh"
@@ -53,7 +52,7 @@ ScratchLayout scratch_layout(const MatvecPlan& plan, int rows, int64_t partial_t
 
 // How a product is cut (batch_kernel.cuh).
 struct Cut {
-  bool by_columns = false;
+  int team_shift = 0;
   bool split = false;
   int item_tiles = 0;
   int n_row_blocks = 0;
@@ -68,46 +67,52 @@ struct Cut {
   int small_at = 0;
   int shared_bytes = 0;
 };
-Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, bool by_columns, const MatvecDevice& device) {
+Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, int team_shift, const MatvecDevice& device) {
   constexpr int kReserved = 1024;             // of a block, by the driver
   const int kernel_rows = n_tiles * 4;
   const int n_resident = blocks_an_sm(kernel_rows);
   Cut cut;
-  cut.by_columns = by_columns;
-  cut.item_tiles = by_columns ? kTeamWarps : kTeams * kTeamWarps;
+  cut.team_shift = team_shift;
+  cut.item_tiles = kBatchWarps >> team_shift;
   cut.n_row_blocks = ceil_div(plan.n_row_tiles, cut.item_tiles);
   // Chunks by different blocks where the row blocks alone would leave some blocks with much more than others.
   cut.split = plan.n_chunks() > 1 && cut.n_row_blocks < 4 * device.n_sms * n_resident && plan.n_row_tiles <= kMaxCountedTiles;
   cut.n_items = cut.split ? cut.n_row_blocks * plan.n_chunks() : cut.n_row_blocks;
   cut.n_blocks = std::min(cut.n_items, device.n_sms * n_resident);
-  cut.partial_tiles = cut.split ? plan.n_row_tiles : int64_t{cut.n_blocks} * kTeams * kTeamWarps;
-  const int exchange_bytes = by_columns ? kTeamWarps * 2 * (n_tiles / 2) * 32 * static_cast<int>(sizeof(float4)) : 0;
-  const int budget = std::min(device.shared_per_sm / n_resident - kReserved, device.shared_per_block);
+  cut.partial_tiles = cut.split ? plan.n_row_tiles : int64_t{cut.n_blocks} * kBatchWarps;
+  const int n_teams = 1 << team_shift;
+  const int exchange_bytes = cut.item_tiles * (n_teams - 1) * 2 * (n_tiles / 2) * 32 * static_cast<int>(sizeof(float4));
+  // Two blocks on one multiprocessor while another has none would take twice the time: then a block takes so much that
+  // only one fits.
+  const bool alone = cut.n_blocks <= device.n_sms;
+  const int budget = std::min(device.shared_per_sm / (alone ? 1 : n_resident) - kReserved, device.shared_per_block);
   const int staging_bytes = cut.item_tiles * rows * kTileRows * static_cast<int>(sizeof(float));
   const int fixed = weight_ring_bytes(plan.format, kernel_rows) + exchange_bytes + staging_bytes + static_cast<int>(sizeof(BatchShared));
   const int slot_bytes = step_tiles(plan.format, kernel_rows) * x_tile_bytes(plan.format, rows);
-  const int n_rings = by_columns ? kTeams : 1;
-  cut.n_slots = std::clamp((budget - fixed) / (n_rings * slot_bytes), 0, kBatchMaxSlots);
-  cut.weights_at = n_rings * cut.n_slots * slot_bytes;
+  cut.n_slots = std::clamp((budget - fixed) / (n_teams * slot_bytes), 0, kBatchMaxSlots);
+  cut.weights_at = n_teams * cut.n_slots * slot_bytes;
   cut.fits = cut.n_slots >= weight_slots(plan.format, kernel_rows);
   cut.exchange_at = cut.weights_at + weight_ring_bytes(plan.format, kernel_rows);
   cut.staging_at = cut.exchange_at + exchange_bytes;
   cut.small_at = cut.staging_at + staging_bytes;
   cut.shared_bytes = cut.small_at + static_cast<int>(sizeof(BatchShared));
-  // Two blocks on one multiprocessor while another has none would take twice the time: so much that only one fits.
-  if (cut.n_blocks <= device.n_sms && n_resident > 1 && std::getenv("BATCH_TWO") == nullptr)
-    cut.shared_bytes = std::max(cut.shared_bytes, device.shared_per_sm / 2);
+  if (alone) cut.shared_bytes = std::max(cut.shared_bytes, device.shared_per_sm / 2);
   return cut;
 }
-// By columns where more multiprocessors then have work: their items cost half, but x is read twice as often.
+// More teams where more multiprocessors then have work: their items cost less, but x is read more often.
 Cut choose_cut(const MatvecPlan& plan, int rows, int n_tiles, const MatvecDevice& device) {
-  const Cut by_rows = cut_product(plan, rows, n_tiles, false, device);
-  const Cut by_columns = cut_product(plan, rows, n_tiles, true, device);
-  if (!by_columns.fits) return by_rows;
-  if (const char* forced = std::getenv("BATCH_MODE")) return forced[0] == 'c' ? by_columns : by_rows;
-  const int rounds_by_rows = ceil_div(by_rows.n_items, device.n_sms);
-  const int rounds_by_columns = ceil_div(by_columns.n_items, device.n_sms);
-  return rounds_by_columns < 2 * rounds_by_rows ? by_columns : by_rows;
+  Cut best = cut_product(plan, rows, n_tiles, 0, device);
+  const int n_places = device.n_sms * blocks_an_sm(n_tiles * 4);
+  int least_cost = ceil_div(best.n_items, n_places) * best.item_tiles;
+  // wgmma, which more rows use, takes teams of 4 warps.
+  for (int team_shift = 1; team_shift <= (n_tiles * 4 <= kGroupRows ? 2 : 1); ++team_shift) {
+    const Cut cut = cut_product(plan, rows, n_tiles, team_shift, device);
+    const int cost = ceil_div(cut.n_items, n_places) * cut.item_tiles;
+    if (!cut.fits || cost >= least_cost || (team_shift == 2 && cut.n_items > device.n_sms)) continue;
+    best = cut;
+    least_cost = cost;
+  }
+  return best;
 }
 
 RowsView from_row(RowsView rows, int row) {
@@ -199,7 +204,7 @@ void launch_batch_linear(const MatvecPlan& plan, const BatchLinearArgs& args, co
   product.outputs = static_cast<int>(plan.outputs());
   product.epilogue = args.epilogue;
   product.gated = plan.gated;
-  product.by_columns = cut.by_columns;
+  product.team_shift = cut.team_shift;
   product.split = cut.split;
   product.item_tiles = cut.item_tiles;
   product.n_row_blocks = cut.n_row_blocks;
