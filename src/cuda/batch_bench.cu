@@ -1,6 +1,6 @@
 // The batched linear layers alone: a program of its own.
 //
-//   batch_bench check            every format, epilogue and several numbers of rows: against double precision, and bit for
+//   batch_bench check [formats]  every format, epilogue and several numbers of rows: against double precision, and bit for
 //                                bit against one warp that adds in the order that matvec_layout.h prescribes
 //   batch_bench chain [format]   the products of one step of Gemma 4 12B as a graph of kernels, whole and by shape, beside
 //                                pure reads of the same bytes
@@ -418,7 +418,7 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
               m->plan.k_warps, m->plan.row_warps, relative, same ? "equal" : "DIFFER");
   std::fflush(stdout);
 }
-void check_all(const MatvecDevice& device, const LaunchContext& context) {
+void check_all(const std::vector<std::string>& names, const MatvecDevice& device, const LaunchContext& context) {
   using E = DecodeEpilogue;
   const Format formats[] = {Format::kFp4G128, Format::kMxfp4, Format::kNvfp4, Format::kQ4_0, Format::kQ4_1,
                             Format::kQ5_0,    Format::kQ5_1,  Format::kQ8_0,  Format::kQ4_K, Format::kQ5_K,
@@ -426,6 +426,7 @@ void check_all(const MatvecDevice& device, const LaunchContext& context) {
   uint64_t seed = 1;
   const std::vector<int> some = {64, 9, 16, 17, 48}, many = {100, 1, 5, 16, 31, 33, 47, 63, 64};
   for (const Format f : formats) {
+    if (!names.empty() && std::find(names.begin(), names.end(), info(f).name) == names.end()) continue;
     const bool k = f == Format::kQ4_K || f == Format::kQ5_K || f == Format::kQ6_K;
     check_case({f, {512, 256, 256}, 3840, E::kStore, true}, some, device, context, seed += 100);
     check_case({f, {1000, 1000}, 2560, E::kGatedGelu, true}, some, device, context, seed += 100);
@@ -438,7 +439,7 @@ void check_all(const MatvecDevice& device, const LaunchContext& context) {
     check_case({f, {2200}, 1024, E::kTimesSiluOther, true}, some, device, context, seed += 100);
   }
   for (const Format f : {Format::kFp4G128, Format::kFp8, Format::kQ4_K})
-    check_case({f, {16400}, 2560, E::kStore, true}, {64, 16, 32}, device, context, seed += 100);
+    if (names.empty()) check_case({f, {16400}, 2560, E::kStore, true}, {64, 16, 32}, device, context, seed += 100);
   std::printf("check: %s\n", all_good ? "all passed" : "FAILED");
 }
 
@@ -699,7 +700,7 @@ int main(int argc, char** argv) {
                 device.shared_per_block, device.shared_per_sm);
     const Stream stream = make_stream();
     const LaunchContext context{stream.get(), properties.major >= 9};
-    if (mode == "check") check_all(device, context);
+    if (mode == "check") check_all(std::vector<std::string>(argv + std::min(argc, 2), argv + argc), device, context);
     if (mode == "chain") {
       const auto format = format_by_name(argc > 2 ? argv[2] : "fp4_g128");
       if (!format) throw Error(ErrorCode::kBadInput, "no such format");

@@ -408,21 +408,26 @@ class BatchLinear {
   }
   // The norm's factors of rows `lane` and `lane + 32` of x.
   __device__ __forceinline__ void norm_factors(float (&factors)[2]) const {
+    constexpr int kHalves = kGroups > 2 ? 2 : 1, kBatch = 32;
     const int n_groups = (a.cols + 127) / 128;
-#pragma unroll
-    for (int h = 0; h < (kGroups > 2 ? 2 : 1); ++h) {
-      const float* from = a.squares + min(lane + 32 * h, a.n_rows - 1);
-      float sum = 0;
+    float sums[2] = {};
 #pragma unroll 1
-      for (int first = 0; first < n_groups; first += 32, from += 32 * kBatchRows) {
-        float squares[32];
+    for (int first = 0; first < n_groups; first += kBatch) {
+      float squares[kHalves][kBatch];
 #pragma unroll
-        for (int i = 0; i < 32; ++i) squares[i] = first + i < n_groups ? __ldcg(from + i * kBatchRows) : 0.0f;
+      for (int i = 0; i < kBatch; ++i) {
+        const float* from = a.squares + (first + i) * kBatchRows;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) sum = __fadd_rn(sum, squares[i]);      // the last ones add nothing
+        for (int h = 0; h < kHalves; ++h)
+          squares[h][i] = first + i < n_groups ? __ldcg(from + min(lane + 32 * h, a.n_rows - 1)) : 0.0f;
       }
-      factors[h] = rsqrtf(__fmaf_rn(sum, a.inverse_cols, a.norm_eps));
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) sums[h] = __fadd_rn(sums[h], squares[h][i]);      // the last ones add nothing
     }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) factors[h] = rsqrtf(__fmaf_rn(sums[h], a.inverse_cols, a.norm_eps));
   }
 
   // ---- copies ----
@@ -709,12 +714,11 @@ class BatchLinear {
       to[0] = sum[n][0], to[8] = sum[n][1];
     }
     __syncwarp();
-    const float* from = staging;
     if (a.n_chunks > 1) {
       const int64_t at = a.split ? row_tile : static_cast<int>(blockIdx.x) * kBatchWarps + own_tile;
       float* mine = a.partials + at * a.padded_rows * kTileRows;
       float4* to = reinterpret_cast<float4*>(mine + chunk * a.chunk_floats);
-#pragma unroll 1
+#pragma unroll 2
       for (int i = lane; i < a.n_rows * kTileRows / 4; i += 32) __stcg(to + i, reinterpret_cast<const float4*>(staging)[i]);
       if (a.split) {
         __threadfence();
@@ -727,54 +731,72 @@ class BatchLinear {
       } else if (chunk != a.n_chunks - 1) {
         return;
       }
-#pragma unroll 1
-      for (int i = lane; i < a.n_rows * kTileRows / 4; i += 32) {
-        const float* chunks = mine + i * 4;
-        float4 total = __ldcg(reinterpret_cast<const float4*>(chunks));
-#pragma unroll 4
-        for (int c = 1; c < a.n_chunks; ++c)
-          total = plus(total, __ldcg(reinterpret_cast<const float4*>(chunks + c * a.chunk_floats)));
-        reinterpret_cast<float4*>(staging)[i] = total;
-      }
+      add_chunks(mine);
       __syncwarp();
     }
     if (a.has_norm && !has_factors) norm_factors(factors), has_factors = true;
-    const int bits = a.gated ? 3 : 4;           // rows of a tile that are outputs: 8 or 16
-    const int out = lane & ((1 << bits) - 1), col = (row_tile << bits) + out;
+    switch (a.epilogue) {
+      case DecodeEpilogue::kStore: return store_rows<4>(row_tile, [](float value, int, int) { return value; });
+      case DecodeEpilogue::kGatedGelu:
+        return store_rows<3>(row_tile, [](float value, float up) { return __fmul_rn(quick_gelu_tanh(value), up); });
+      case DecodeEpilogue::kGatedSilu:
+        return store_rows<3>(row_tile, [](float value, float up) { return __fmul_rn(quick_silu(value), up); });
+      case DecodeEpilogue::kSoftcap:
+        return store_rows<4>(row_tile, [&](float value, int, int) { return a.softcap * tanhf(value / a.softcap); });
+      case DecodeEpilogue::kGeluTimesOther:
+        return store_rows<4>(row_tile, [&](float value, int row, int col) { return quick_gelu_tanh(value) * other(row, col); });
+      case DecodeEpilogue::kTimesGeluOther:
+        return store_rows<4>(row_tile, [&](float value, int row, int col) { return value * quick_gelu_tanh(other(row, col)); });
+      case DecodeEpilogue::kTimesSiluOther:
+        return store_rows<4>(row_tile, [&](float value, int row, int col) { return value * quick_silu(other(row, col)); });
+    }
+  }
+  // staging = the sums of all chunks, first to last.
+  __device__ __forceinline__ void add_chunks(const float* mine) const {
+    constexpr int kAhead = kGroups == 1 ? 2 : 4;
+    const int n = a.n_rows * kTileRows / 4;
+#pragma unroll 1
+    for (int first = lane; first < n; first += kAhead * 32) {
+      float4 totals[kAhead];
+#pragma unroll 1
+      for (int c = 0; c < a.n_chunks; ++c) {
+        float4 v[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          v[i] = __ldcg(reinterpret_cast<const float4*>(mine + c * a.chunk_floats) + min(first + i * 32, n - 1));
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) totals[i] = c == 0 ? v[i] : plus(totals[i], v[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+        if (first + i * 32 < n) reinterpret_cast<float4*>(staging)[first + i * 32] = totals[i];
+    }
+  }
+  __device__ __forceinline__ float other(int row, int col) const { return __ldcg(a.other.values + row * a.other.stride + col); }
+  // y of a row tile from staging; 2^kBits of its rows are outputs. epilogue: of value and up, or of value, row and column.
+  // Factors and scales that do not exist are 1.
+  template <int kBits, class Epilogue>
+  __device__ __forceinline__ void store_rows(int row_tile, Epilogue&& epilogue) const {
+    const int out = lane & ((1 << kBits) - 1), col = (row_tile << kBits) + out;
     float scale = 1, up_scale = 1;
     if (a.row_scales != nullptr) {
       scale = a.row_scales[row_tile * kTileRows + out];
-      up_scale = a.row_scales[row_tile * kTileRows + (out + 8) % kTileRows];
+      if (kBits == 3) up_scale = a.row_scales[row_tile * kTileRows + out + 8];
     }
+    float* to = a.y.values + (lane >> kBits) * a.y.stride + col;
+    const int64_t to_step = (32 >> kBits) * a.y.stride;
 #pragma unroll 4
-    for (int first = 0; first < a.n_rows; first += 32 >> bits) {
-      const int row = first + (lane >> bits);
-      const float factor = __shfl_sync(kAllLanes, row < 32 ? factors[0] : factors[1], row % 32);
-      if (row >= a.n_rows || col >= a.outputs) continue;
-      float value = from[row * kTileRows + out];
-      if (a.has_norm) value = __fmul_rn(value, factor);
-      if (a.row_scales != nullptr) value = __fmul_rn(value, scale);
-      if (a.gated) {
-        float up = from[row * kTileRows + out + 8];
-        if (a.has_norm) up = __fmul_rn(up, factor);
-        if (a.row_scales != nullptr) up = __fmul_rn(up, up_scale);
-        value = __fmul_rn(a.epilogue == DecodeEpilogue::kGatedGelu ? quick_gelu_tanh(value) : quick_silu(value), up);
-      } else {
-        value = finished(value, row, col);
-      }
-      a.y.values[row * a.y.stride + col] = __uint_as_float(round_result(value));
+    for (int first = 0; first < a.n_rows; first += 32 >> kBits, to += to_step) {
+      const int row = first + (lane >> kBits);
+      const float factor = __shfl_sync(kAllLanes, kGroups <= 2 || row < 32 ? factors[0] : factors[1], row % 32);
+      const float* from = staging + row * kTileRows + out;
+      float value = __fmul_rn(__fmul_rn(from[0], factor), scale);
+      if constexpr (kBits == 3) value = epilogue(value, __fmul_rn(__fmul_rn(from[8], factor), up_scale));
+      else value = epilogue(value, min(row, a.n_rows - 1), min(col, a.outputs - 1));
+      if (row < a.n_rows && col < a.outputs) *to = __uint_as_float(round_result(value));
     }
   }
-  __device__ __forceinline__ float finished(float value, int row, int col) const {
-    if (a.epilogue == DecodeEpilogue::kStore) return value;
-    if (a.epilogue == DecodeEpilogue::kSoftcap) return a.softcap * tanhf(value / a.softcap);
-    const float other = __ldcg(a.other.values + row * a.other.stride + col);
-    switch (a.epilogue) {
-      case DecodeEpilogue::kGeluTimesOther: return quick_gelu_tanh(value) * other;
-      case DecodeEpilogue::kTimesGeluOther: return value * quick_gelu_tanh(other);
-      default: return value * quick_silu(other);
-    }
-  }
+
   const BatchKernelArgs& a;
   unsigned char* shared;
   BatchShared* small;
