@@ -1,13 +1,14 @@
 // The batched linear layers alone: a program of its own.
 //
-//   batch_bench check [formats]  every format, epilogue and several numbers of rows: against double precision, and bit for
-//                                bit against one warp that adds in the order that matvec_layout.h prescribes
-//   batch_bench chain [format]   the products of one step of Gemma 4 12B as a graph of kernels, whole and by shape, beside
-//                                pure reads of the same bytes
+//   batch_bench check [formats]  every format, epilogue and several numbers of rows: against double precision, and bit
+//                                for bit against one warp that adds in the order that matvec_layout.h prescribes
+//   batch_bench chain [format]   the products of one step of Gemma 4 12B as a graph of kernels, whole and by shape,
+//                                beside pure reads of the same bytes
 //   batch_bench profile          each of the five shapes once, with 16 and 64 rows, for a profiler
 //
-// The chain: 48 layers of qkv, o, gate|up, down, each depending on the one before, with the norms before qkv, gate|up and
-// the FP8 head. Attention and residual sums are left out: o reads q. Prints a table and one JSON line a measurement.
+// The chain: 48 layers of qkv, o, gate|up, down, each depending on the one before, with the norms before qkv, gate|up
+// and the FP8 head. Attention and residual sums are left out: o reads q. Prints a table and one JSON line a
+// measurement.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -181,12 +182,14 @@ __global__ void __launch_bounds__(32) order_kernel(OrderArgs a) {
   constexpr int kRowBytes = Codec::kX == XForm::kInt16 ? 256 : 512;
   __shared__ __align__(16) unsigned char codes[4 * kRowBytes];
   __shared__ __align__(16) float sums[16], scales[4], norm_sums[512];
-  const int lane = static_cast<int>(threadIdx.x), row_tile = static_cast<int>(blockIdx.x), first_row = static_cast<int>(blockIdx.y) * 4;
+  const int lane = static_cast<int>(threadIdx.x), row_tile = static_cast<int>(blockIdx.x),
+            first_row = static_cast<int>(blockIdx.y) * 4;
   float factor = 1;
   const int row = min(first_row + lane % 4, a.n_rows - 1);
   auto x_of = [&](int r, int col) {
-    return col < a.cols ? *reinterpret_cast<const float4*>(a.x.values + min(first_row + r, a.n_rows - 1) * a.x.stride + col)
-                        : make_float4(0, 0, 0, 0);
+    return col < a.cols
+               ? *reinterpret_cast<const float4*>(a.x.values + min(first_row + r, a.n_rows - 1) * a.x.stride + col)
+               : make_float4(0, 0, 0, 0);
   };
   for (int r = 0; a.has_norm && r < 4; ++r) {
     for (int group = 0; group * 128 < a.cols; ++group) {
@@ -218,8 +221,10 @@ __global__ void __launch_bounds__(32) order_kernel(OrderArgs a) {
         __syncwarp();
         for (int r = 0; r < 4; ++r) {
           float4 v = x_of(r, first_col + lane * 4);
-          if (a.has_norm && first_col + lane * 4 < a.cols) v = times(v, load_weight4(a.norm_weight, first_col + lane * 4));
-          write_group(Codec::kX, Codec::kNeedsSums, Codec::kXScale, v, lane, codes + r * kRowBytes, scales + r, sums + r * 4);
+          if (a.has_norm && first_col + lane * 4 < a.cols)
+            v = times(v, load_weight4(a.norm_weight, first_col + lane * 4));
+          write_group(Codec::kX, Codec::kNeedsSums, Codec::kXScale, v, lane, codes + r * kRowBytes, scales + r,
+                      sums + r * 4);
         }
         __syncwarp();
         const uint8_t* at = a.weights + row_tile / a.row_warps * a.unit_bytes + s * a.stage_bytes;
@@ -287,14 +292,15 @@ void launch_in_order(const MatvecPlan& plan, const BatchLinearArgs& args, const 
   a.outputs = static_cast<int>(plan.outputs()), a.gated = plan.gated, a.has_norm = args.has_norm;
   a.norm_weight = args.norm_weight, a.eps = args.norm_eps, a.softcap = args.softcap, a.epilogue = args.epilogue;
   a.x = args.x, a.other = args.other, a.y = args.y;
-  order_kernel_of(plan.format)<<<dim3(static_cast<unsigned>(plan.n_row_tiles), static_cast<unsigned>(args.n_rows + 3) / 4), 32, 0,
-                                 context.stream>>>(a);
+  order_kernel_of(
+      plan.format)<<<dim3(static_cast<unsigned>(plan.n_row_tiles), static_cast<unsigned>(args.n_rows + 3) / 4), 32, 0,
+                     context.stream>>>(a);
   check(cudaGetLastError(), "order kernel");
 }
 
 // ---- double precision ----
-std::vector<double> reference(const Packed& m, const float* x, const float* norm_weight, float eps, DecodeEpilogue epilogue,
-                              const float* other, float softcap) {
+std::vector<double> reference(const Packed& m, const float* x, const float* norm_weight, float eps,
+                              DecodeEpilogue epilogue, const float* other, float softcap) {
   const int64_t rows = m.plan.rows, outputs = m.plan.outputs(), cols = m.plan.cols;
   std::vector<double> h(x, x + cols), z(static_cast<size_t>(rows)), y(static_cast<size_t>(outputs));
   if (norm_weight != nullptr) {
@@ -344,8 +350,8 @@ struct CheckCase {
   DecodeEpilogue epilogue;
   bool norm;
 };
-void check_case(const CheckCase& c, const std::vector<int>& counts, const MatvecDevice& device, const LaunchContext& context,
-                uint64_t seed) {
+void check_case(const CheckCase& c, const std::vector<int>& counts, const MatvecDevice& device,
+                const LaunchContext& context, uint64_t seed) {
   const bool gated = c.epilogue == DecodeEpilogue::kGatedGelu || c.epilogue == DecodeEpilogue::kGatedSilu;
   const auto m = pack(c.format, c.rows, c.cols, gated, device.n_sms, seed);
   const Device<std::byte> weights(m->bytes);
@@ -388,9 +394,11 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
     }
     relative = std::max(relative, std::sqrt(difference / size));
   }
-  // Integers: a step of x is 2^-15 of its group's largest value, here up to 30 times the usual one. Pairs of bf16 have 16
-  // bits, pairs of f16 22; results 23.
-  const double bound = c.format == Format::kBf16 ? 1e-5 : c.format == Format::kFp8 || c.format == Format::kF16 ? 2e-6 : 4e-4;
+  // Integers: a step of x is 2^-15 of its group's largest value, here up to 30 times the usual one. Pairs of bf16 have
+  // 16 bits, pairs of f16 22; results 23.
+  const double bound = c.format == Format::kBf16                              ? 1e-5
+                       : c.format == Format::kFp8 || c.format == Format::kF16 ? 2e-6
+                                                                              : 4e-4;
   expect(relative < bound, name + ": error against double precision");
   bool same = true;
   for (const int n : counts) {
@@ -402,8 +410,8 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
       uint32_t a, b;
       std::memcpy(&a, &got[i], 4), std::memcpy(&b, &in_order[i], 4);
       if (a != b && wrong++ == 0)
-        std::printf("%s, %d rows: row %d, output %d is %g, in order %g\n", name.c_str(), n, static_cast<int>(i / outputs),
-                    static_cast<int>(i % outputs), got[i], in_order[i]);
+        std::printf("%s, %d rows: row %d, output %d is %g, in order %g\n", name.c_str(), n,
+                    static_cast<int>(i / outputs), static_cast<int>(i % outputs), got[i], in_order[i]);
     }
     for (int64_t i = n * outputs; i < n_max * outputs; ++i) {
       uint32_t a;
@@ -413,9 +421,9 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
     same = same && wrong == 0;
     expect(wrong == 0, name + ", " + std::to_string(n) + " rows: " + std::to_string(wrong) + " bits differ");
   }
-  std::printf("%-9s %6ld x %5ld, epilogue %d, norm %d, %d chunks, k %d x %d rows: relative error %.1e, bits %s\n", name.c_str(),
-              static_cast<long>(m->plan.rows), static_cast<long>(cols), static_cast<int>(c.epilogue), c.norm, m->plan.n_chunks(),
-              m->plan.k_warps, m->plan.row_warps, relative, same ? "equal" : "DIFFER");
+  std::printf("%-9s %6ld x %5ld, epilogue %d, norm %d, %d chunks, k %d x %d rows: relative error %.1e, bits %s\n",
+              name.c_str(), static_cast<long>(m->plan.rows), static_cast<long>(cols), static_cast<int>(c.epilogue),
+              c.norm, m->plan.n_chunks(), m->plan.k_warps, m->plan.row_warps, relative, same ? "equal" : "DIFFER");
   std::fflush(stdout);
 }
 void check_all(const std::vector<std::string>& names, const MatvecDevice& device, const LaunchContext& context) {
@@ -433,13 +441,16 @@ void check_all(const std::vector<std::string>& names, const MatvecDevice& device
     const int64_t odd = k ? 1024 : f == Format::kFp4G128 ? 896 : f == Format::kNvfp4 ? 576 : 608;
     check_case({f, {777}, odd, E::kSoftcap, false}, many, device, context, seed += 100);
     check_case({f, {320}, 15360, E::kGeluTimesOther, false}, some, device, context, seed += 100);
-    check_case({f, {40, 40}, k ? 5376 : 5376 + (f == Format::kFp4G128 ? 128 : 64), E::kGatedSilu, true}, some, device, context,
-               seed += 100);
+    check_case({f, {40, 40}, k ? 5376 : 5376 + (f == Format::kFp4G128 ? 128 : 64), E::kGatedSilu, true}, some, device,
+               context, seed += 100);
     check_case({f, {2500}, 2048, E::kTimesGeluOther, true}, some, device, context, seed += 100);
     check_case({f, {2200}, 1024, E::kTimesSiluOther, true}, some, device, context, seed += 100);
   }
   for (const Format f : {Format::kFp4G128, Format::kFp8, Format::kQ4_K})
     if (names.empty()) check_case({f, {16400}, 2560, E::kStore, true}, {64, 16, 32}, device, context, seed += 100);
+  // So many row tiles that a block multiplies all chunks of its own.
+  if (names.empty())
+    check_case({Format::kFp4G128, {68000}, 4352, E::kStore, true}, {64, 16}, device, context, seed += 100);
   std::printf("check: %s\n", all_good ? "all passed" : "FAILED");
 }
 
@@ -496,7 +507,8 @@ class Chain {
         const bool first = l == (global(l) ? 5 : 0) || ((s == kGateUp || s == kDown) && l == 0);
         weights_[l][s] = std::make_unique<Device<std::byte>>(at(l, s).bytes.size());
         if (first || !global(l) || l > 5)
-          check(first ? cudaMemcpy(weights_[l][s]->data(), at(l, s).bytes.data(), at(l, s).bytes.size(), cudaMemcpyHostToDevice)
+          check(first ? cudaMemcpy(weights_[l][s]->data(), at(l, s).bytes.data(), at(l, s).bytes.size(),
+                                   cudaMemcpyHostToDevice)
                       : cudaMemcpy(weights_[l][s]->data(), weights_[global(l) && s <= kO ? 5 : 0][s]->data(),
                                    at(l, s).bytes.size(), cudaMemcpyDeviceToDevice),
                 "bench copy");
@@ -536,7 +548,9 @@ class Chain {
     a.norm_eps = 1e-6f;
     a.has_norm = s == kQkv || s == kGateUp || s == kHead;
     a.norm_weight = norms_[s == kGateUp]->data();
-    a.epilogue = s == kGateUp ? DecodeEpilogue::kGatedGelu : s == kHead ? DecodeEpilogue::kSoftcap : DecodeEpilogue::kStore;
+    a.epilogue = s == kGateUp ? DecodeEpilogue::kGatedGelu
+                 : s == kHead ? DecodeEpilogue::kSoftcap
+                              : DecodeEpilogue::kStore;
     a.softcap = 30;
     a.scratch = scratch_->data();
     if (s == kQkv) a.x = {down_->data(), kHidden}, a.y = {qkv_->data(), 8704};
@@ -582,7 +596,8 @@ class Chain {
         check(cudaStreamSynchronize(context.stream), kShapeNames[s]);
         const std::vector<float> e = expected.host();
         std::vector<float> y(static_cast<size_t>(n_rows * outputs));
-        check(cudaMemcpy2D(y.data(), outputs * 4, a.y.values, a.y.stride * 4, outputs * 4, n_rows, cudaMemcpyDeviceToHost),
+        check(cudaMemcpy2D(y.data(), outputs * 4, a.y.values, a.y.stride * 4, outputs * 4, n_rows,
+                           cudaMemcpyDeviceToHost),
               "bench copy");
         expect(std::memcmp(e.data(), y.data(), y.size() * 4) == 0,
                std::string("chain, ") + kShapeNames[s] + ", " + std::to_string(n_rows) + " rows: bits differ");
@@ -639,15 +654,17 @@ void bench_format(Format format, const MatvecDevice& device, const LaunchContext
   for (const int n_rows : {16, 32, 64}) chain.verify(n_rows, context);
   const double read = time_graph(context.stream, [&] { chain.read_token(true, context); });
   const double serial = time_graph(context.stream, [&] { chain.read_token(false, context); });
-  std::printf("%s: %.3f GB; pure reads, overlapping: %.3f ms (%.2f TB/s), one after the other: %.3f ms; scratch %.1f MB\n",
-              name.c_str(), gb, read, gb / read, serial, static_cast<double>(chain.scratch_bytes()) / 1e6);
+  std::printf(
+      "%s: %.3f GB; pure reads, overlapping: %.3f ms (%.2f TB/s), one after the other: %.3f ms; scratch %.1f MB\n",
+      name.c_str(), gb, read, gb / read, serial, static_cast<double>(chain.scratch_bytes()) / 1e6);
   for (const int n_rows : {9, 16, 32, 64}) {
     const double ms = time_graph(context.stream, [&] { chain.token(n_rows, context); });
-    std::printf("%s: products of a step, %d rows: %.3f ms, %.0f tokens/s, %.2f TB/s, %.1f %% of pure reads\n", name.c_str(), n_rows,
-                ms, 1000 * n_rows / ms, gb / ms, 100 * read / ms);
-    std::printf("{\"bench\":\"batch_chain\",\"format\":\"%s\",\"rows\":%d,\"ms\":%.4f,\"gb\":%.4f,\"pure_read_ms\":%.4f,"
-                "\"serial_read_ms\":%.4f}\n",
-                name.c_str(), n_rows, ms, gb, read, serial);
+    std::printf("%s: products of a step, %d rows: %.3f ms, %.0f tokens/s, %.2f TB/s, %.1f %% of pure reads\n",
+                name.c_str(), n_rows, ms, 1000 * n_rows / ms, gb / ms, 100 * read / ms);
+    std::printf(
+        "{\"bench\":\"batch_chain\",\"format\":\"%s\",\"rows\":%d,\"ms\":%.4f,\"gb\":%.4f,\"pure_read_ms\":%.4f,"
+        "\"serial_read_ms\":%.4f}\n",
+        name.c_str(), n_rows, ms, gb, read, serial);
   }
   for (int s = 0; s < kShapes; ++s) {
     const int count = s == kHead ? 4 : 40;
@@ -662,8 +679,8 @@ void bench_format(Format format, const MatvecDevice& device, const LaunchContext
     for (const int n_rows : {16, 32, 64}) {
       const double us = each([&](int l) { chain.launch_one(l, s, n_rows, context); });
       const double mb = static_cast<double>(chain.bytes(0, s)) / 1e6;
-      std::printf("%-8s %d rows: %7.2f us, %.2f TB/s; pure read %7.2f us overlapping, %7.2f us serial\n", kShapeNames[s], n_rows, us,
-                  mb / us, early, late);
+      std::printf("%-8s %d rows: %7.2f us, %.2f TB/s; pure read %7.2f us overlapping, %7.2f us serial\n",
+                  kShapeNames[s], n_rows, us, mb / us, early, late);
       std::printf("{\"bench\":\"batch\",\"format\":\"%s\",\"shape\":\"%s\",\"rows\":%d,\"us\":%.3f,\"mb\":%.3f,"
                   "\"pure_read_us\":%.3f,\"serial_read_us\":%.3f}\n",
                   name.c_str(), kShapeNames[s], n_rows, us, mb, early, late);
@@ -696,8 +713,8 @@ int main(int argc, char** argv) {
     const MatvecDevice device = this_device();
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, 0), "device");
-    std::printf("%s, %d multiprocessors, shared memory %d a block, %d a multiprocessor\n", properties.name, device.n_sms,
-                device.shared_per_block, device.shared_per_sm);
+    std::printf("%s, %d multiprocessors, shared memory %d a block, %d a multiprocessor\n", properties.name,
+                device.n_sms, device.shared_per_block, device.shared_per_sm);
     const Stream stream = make_stream();
     const LaunchContext context{stream.get(), properties.major >= 9};
     if (mode == "check") check_all(std::vector<std::string>(argv + std::min(argc, 2), argv + argc), device, context);

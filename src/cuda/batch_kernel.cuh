@@ -5,16 +5,17 @@
 //
 // A block is 8 warps. Its work are items: a block of row tiles times one chunk of columns (matvec_layout.h).
 //   one team          an item has 8 row tiles, one a warp
-//   2 or 4 teams      an item has 4 or 2 row tiles; one warp of each team has the same one, and the teams take turns by pairs
-//                     of column tiles. The others hand their sums of a pair to the first. For matrices of few rows.
-// Each warp fetches its own tiles, a few ahead, into a ring of its own in shared memory (cp.async), across items and before
-// the kernel before has finished. The digits of x for one column tile after the other go through a ring that all warps
-// with the same columns share, a bulk copy each, which one of these warps asks for. A warp decodes a tile once for all rows of x. Formats with one scale a tile of integers (FP4) use the tensor
-// core's instructions for 4 warps (wgmma, batch_wgmma.cuh) where there are such; all others go through their codec.
+//   2 or 4 teams      an item has 4 or 2 row tiles; one warp of each team has the same one, and the teams take turns by
+//                     pairs of column tiles; the others hand their sums to the first. For matrices of few rows.
+// Each warp fetches its own tiles, a few ahead, into a ring of its own in shared memory (cp.async), across items and
+// before the previous kernel has finished. The digits of x for one step after the other go through a ring that a team
+// shares, a bulk copy each, which one of its warps asks for. A warp decodes a tile once for all rows of x. FP4, which
+// has one scale a row of a tile, uses the tensor core's instructions for 4 warps for more than 16 rows, where there are
+// such (wgmma, batch_wgmma.cuh); all other formats go through their codec.
 //
-// Every sum has the order that matvec_layout.h describes: pairs of column tiles in order within a chunk, then the chunks.
-// Where there are few items, the chunks of a row tile are multiplied by different blocks (split); whoever is last adds
-// them, first to last.
+// Every sum has the order that matvec_layout.h describes: pairs of column tiles in order within a chunk, then the
+// chunks. Where there are few items, the chunks of a row tile are multiplied by different blocks (split); whoever is
+// last adds them, first to last.
 //
 // Moves the packed bytes of W from memory; from the L2 besides, for each item, the digits of x in its columns.
 #pragma once
@@ -38,13 +39,13 @@ inline constexpr int kMaxExchanges = 6;         // pairs of a row tile and a tea
 inline constexpr int kGroupRows = 16;           // rows of x that a codec multiplies at once: 4 n-tiles of 4 rows
 
 // ---- x in memory: a tile for each column tile of W ----
-//   digits   [rows][bytes]          as the codec reads them; or [8 k-halves][rows / 4][8 columns][16 bytes], as wgmma does
+//   digits   [rows][bytes]          as the codec reads them; or [8 k-halves][rows / 4][8 columns][16 bytes] for wgmma
 //   FP4:     [rows] XScale
 //   others:  [rows] f32 scales, then [rows][4] f32 sums of 32 columns for formats with mins
 // rows: padded_rows of them; those that x does not have hold anything.
 struct XScale {
   float scale;
-  int offset;                       // what the offset of the weights adds to the integer sum of the row
+  int offset;                       // for the integer sum: minus what the offset of the weights added to it
 };
 __host__ __device__ constexpr bool is_float_format(Format format) {
   return format == Format::kFp8 || format == Format::kF16 || format == Format::kBf16;
@@ -60,24 +61,25 @@ __host__ __device__ constexpr int x_tile_bytes(Format format, int padded_rows) {
 __host__ __device__ constexpr int blocks_an_sm(int padded_rows) {
   return padded_rows <= 16 ? 2 : 1;
 }
-// Whether the products are those of four warps together; for few rows they would wait for each other more than multiply.
+// Whether the products are those of four warps together; for few rows these would wait more than multiply.
 constexpr bool kernel_uses_wgmma(Format format, int padded_rows) {
   return BERYL_WGMMA && format == Format::kFp4G128 && padded_rows > 16;
 }
 
-// Column tiles that a warp multiplies at a time: a pair where x is narrow, or while the tensor cores multiply one tile the
-// next is decoded.
+// Column tiles that a warp multiplies at a time: a pair where x is narrow, or while the tensor cores multiply one tile
+// the next is decoded.
 __host__ __device__ constexpr int step_tiles(Format format, int padded_rows) {
   return format == Format::kFp4G128 || (!is_float_format(format) && padded_rows <= 16) ? 2 : 1;
 }
 __host__ __device__ constexpr int tile_bytes(Format format) {
   return tile_shape(format).code_bytes + tile_shape(format).meta_bytes;
 }
-// Steps of a warp's ring: enough bytes in flight for a multiprocessor's share of the memory, as far as x leaves room. A ring
-// of x has no fewer slots.
+// Steps of a warp's ring: enough bytes in flight for a multiprocessor's share of the memory, as far as x leaves room;
+// with 16 rows of x everything has to fit into 99 KB, which is what a block has on small GPUs. A ring of x has no fewer
+// slots.
 __host__ __device__ constexpr int weight_slots(Format format, int padded_rows) {
-  if (step_tiles(format, padded_rows) == 1) return 4;
-  return tile_bytes(format) <= 1728 && padded_rows <= 32 ? 3 : 2;
+  if (step_tiles(format, padded_rows) == 1) return format == Format::kFp8 && padded_rows <= 16 ? 3 : 4;
+  return tile_bytes(format) <= 1280 && padded_rows <= 32 ? 3 : 2;
 }
 __host__ __device__ constexpr int weight_ring_bytes(Format format, int padded_rows) {        // of a block
   return kBatchWarps * weight_slots(format, padded_rows) * step_tiles(format, padded_rows) * tile_bytes(format);
@@ -113,8 +115,8 @@ struct BatchKernelArgs {
   BatchControl* control;
   float* squares;                   // [n_groups][kBatchRows]: sums of squares of groups of 128 columns, for the norm
   unsigned char* x_tiles;
-  float* partials;                  // [n_chunks][tiles][padded_rows][16]: sums of a chunk; tiles: all row tiles (split), or
-  int64_t chunk_floats;             // those that all blocks have at a time
+  float* partials;                  // [n_chunks][tiles][padded_rows][16]: sums of a chunk; tiles: all row tiles (split),
+  int64_t chunk_floats;             // or those that all blocks have at a time
 
   RowsView y, other;
   float softcap;
@@ -126,7 +128,7 @@ struct BatchKernelArgs {
   bool split;
   int item_tiles;                   // row tiles of an item
   int n_row_blocks;                 // of item_tiles each
-  int n_slots;                      // of a ring of x, each step_tiles · x_tile_bytes; the teams' rings begin shared memory
+  int n_slots;                      // of a ring of x, step_tiles · x_tile_bytes each; the rings begin shared memory
   int weights_at;                   // the warps' rings
   int exchange_at;
   int staging_at;                   // [warps][padded_rows][16] f32: sums on their way to y
@@ -151,8 +153,8 @@ struct Slot {
   }
 };
 
-// The steps of a block's items, one after the other, or of those that a team of it has: every second or fourth pair of column tiles. A
-// step is kStep column tiles.
+// The steps of a team, item after item. A step is kStep column tiles; with several teams each has every second or
+// fourth pair of them.
 template <int kStep>
 struct Walk {
   int row_block, chunk;             // the item
@@ -267,7 +269,8 @@ class BatchLinear {
 
   __device__ __forceinline__ BatchLinear(const BatchKernelArgs& args, unsigned char* shared_memory)
       : a(args), shared(shared_memory), small(reinterpret_cast<BatchShared*>(shared_memory + args.small_at)),
-        warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), team_warps(kBatchWarps >> args.team_shift), team(warp / team_warps), own_tile(warp % team_warps),
+        warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32),
+        team_warps(kBatchWarps >> args.team_shift), team(warp / team_warps), own_tile(warp % team_warps),
         x_ring(shared_memory + team * args.n_slots * kStep * x_tile_bytes(kFormat, args.padded_rows)),
         staging(reinterpret_cast<float*>(shared_memory + args.staging_at) + warp * args.padded_rows * kTileRows),
         own_weights(shared_memory + args.weights_at + warp * kWeightSlots * kSlotBytes),
@@ -443,7 +446,8 @@ class BatchLinear {
     const uint8_t* stage = a.weights + unit * a.unit_bytes + ahead.chunk * kChunkStages * a.stage_bytes + lane * 16;
     codes_from = stage + in_stage * kTile.code_bytes;
     meta_from = stage + a.stage_code_bytes + in_stage * kTile.meta_bytes;
-    // A pair's second tile lies a stage on. Where pairs have one tile, the place of the second one gets the first again.
+    // A pair's second tile lies a stage on. Where pairs have one tile, the place of the second one gets the first
+    // again.
     second_at = ahead.pair == 2 ? static_cast<int>(a.stage_bytes) : 0;
     if (kStep == 2 && lane >= kMetaLanes) meta_from += second_at - kTile.meta_bytes;
   }
@@ -454,7 +458,8 @@ class BatchLinear {
       copy_codes(to, codes_from);
       if (kStep == 2) copy_codes(to + kTileBytes, codes_from + second_at);
       if (lane < kStep * kMetaLanes)
-        copy_streamed16(to + kTile.code_bytes + (lane < kMetaLanes ? 0 : kTileBytes - kTile.meta_bytes), meta_from, policy);
+        copy_streamed16(to + kTile.code_bytes + (lane < kMetaLanes ? 0 : kTileBytes - kTile.meta_bytes), meta_from,
+                        policy);
       if (++ahead.step == ahead.n_steps) {
         ahead.next_item(a, team);
         enter_item();
@@ -490,8 +495,8 @@ class BatchLinear {
     if (++weight_slot == kWeightSlots) weight_slot = 0;
     return weights;
   }
-  // x of a step into its ring. Waits until all have read what lies there. A pair's second tile comes along even where the
-  // matrix ends with the first.
+  // x of a step into its ring. Waits until all have read what lies there. A pair's second tile comes along even where
+  // the matrix ends with the first.
   __device__ __forceinline__ void feed_x(const Walk<kStep>& of) {
     uint64_t* full = small->full[team] + feed.index;
     barrier_wait(small->empty[team] + feed.index, feed.parity ^ 1);
@@ -650,15 +655,16 @@ class BatchLinear {
         const OffsetOperands operands(tile.codes, 2 * half + i, tables);
         const uint32_t(&w)[4] = operands.a;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) mma_s8(d[n], w[0], w[1], w[2], w[3], word_of(b[n], 2 * i), word_of(b[n], 2 * i + 1));
+        for (int n = 0; n < 4; ++n)
+          mma_s8(d[n], w[0], w[1], w[2], w[3], word_of(b[n], 2 * i), word_of(b[n], 2 * i + 1));
       }
     }
     add_product<4>(d, tile.scales, x + 4 * 4 * 256, part);
   }
   // part += the sums d of a tile, scaled.
   template <int kN>
-  __device__ __forceinline__ void add_product(const int (&d)[kN][4], uint32_t tile_scales, const unsigned char* x_scales,
-                                              float (&part)[kTiles][2]) const {
+  __device__ __forceinline__ void add_product(const int (&d)[kN][4], uint32_t tile_scales,
+                                              const unsigned char* x_scales, float (&part)[kTiles][2]) const {
     const XScale* scales = reinterpret_cast<const XScale*>(x_scales) + lane % 4;
     const float scale0 = bf16_at(tile_scales, 0), scale1 = bf16_at(tile_scales, 1);
 #pragma unroll
@@ -670,8 +676,8 @@ class BatchLinear {
       part[n][1] = __fmaf_rn(digits1, __fmul_rn(scale1, of_x.scale), part[n][1]);
     }
   }
-  // The same by the four warps of a team together: a pair of tiles. The pair that has but one is finished by n. There must be
-  // no branch between start and wait: the compiler would lose sight of the registers that are being read.
+  // The same by the four warps of a team together: a pair of tiles, of which the first n count. There must be no branch
+  // between start and wait: the compiler would lose sight of the registers that are being read.
   struct DecodedTile {
     OffsetOperands operands[4];
     uint32_t scales;
@@ -703,8 +709,8 @@ class BatchLinear {
 
   // ---- y ----
 
-  // A lane has rows lane / 4 and lane / 4 + 8 of the row tile for rows 4 n + lane % 4 of x. They go to y by way of shared
-  // memory, so that what follows is a short loop: code that runs once costs what it takes to fetch it.
+  // A lane has rows lane / 4 and lane / 4 + 8 of the row tile for rows 4 n + lane % 4 of x. They go to y by way of
+  // shared memory, so that what follows is a short loop: code that runs once costs what it takes to fetch it.
   __device__ __forceinline__ void finish(int row_tile, int chunk, const float (&sum)[kTiles][2]) {
     __syncwarp();
 #pragma unroll
@@ -719,7 +725,8 @@ class BatchLinear {
       float* mine = a.partials + at * a.padded_rows * kTileRows;
       float4* to = reinterpret_cast<float4*>(mine + chunk * a.chunk_floats);
 #pragma unroll 2
-      for (int i = lane; i < a.n_rows * kTileRows / 4; i += 32) __stcg(to + i, reinterpret_cast<const float4*>(staging)[i]);
+      for (int i = lane; i < a.n_rows * kTileRows / 4; i += 32)
+        __stcg(to + i, reinterpret_cast<const float4*>(staging)[i]);
       if (a.split) {
         __threadfence();
         __syncwarp();
@@ -744,11 +751,14 @@ class BatchLinear {
       case DecodeEpilogue::kSoftcap:
         return store_rows<4>(row_tile, [&](float value, int, int) { return a.softcap * tanhf(value / a.softcap); });
       case DecodeEpilogue::kGeluTimesOther:
-        return store_rows<4>(row_tile, [&](float value, int row, int col) { return quick_gelu_tanh(value) * other(row, col); });
+        return store_rows<4>(row_tile,
+                             [&](float value, int row, int col) { return quick_gelu_tanh(value) * other(row, col); });
       case DecodeEpilogue::kTimesGeluOther:
-        return store_rows<4>(row_tile, [&](float value, int row, int col) { return value * quick_gelu_tanh(other(row, col)); });
+        return store_rows<4>(row_tile,
+                             [&](float value, int row, int col) { return value * quick_gelu_tanh(other(row, col)); });
       case DecodeEpilogue::kTimesSiluOther:
-        return store_rows<4>(row_tile, [&](float value, int row, int col) { return value * quick_silu(other(row, col)); });
+        return store_rows<4>(row_tile,
+                             [&](float value, int row, int col) { return value * quick_silu(other(row, col)); });
     }
   }
   // staging = the sums of all chunks, first to last.
@@ -772,9 +782,11 @@ class BatchLinear {
         if (first + i * 32 < n) reinterpret_cast<float4*>(staging)[first + i * 32] = totals[i];
     }
   }
-  __device__ __forceinline__ float other(int row, int col) const { return __ldcg(a.other.values + row * a.other.stride + col); }
-  // y of a row tile from staging; 2^kBits of its rows are outputs. epilogue: of value and up, or of value, row and column.
-  // Factors and scales that do not exist are 1.
+  __device__ __forceinline__ float other(int row, int col) const {
+    return __ldcg(a.other.values + row * a.other.stride + col);
+  }
+  // y of a row tile from staging; 2^kBits of its rows are outputs. epilogue: of value and up, or of value, row and
+  // column. Factors and scales that do not exist are 1.
   template <int kBits, class Epilogue>
   __device__ __forceinline__ void store_rows(int row_tile, Epilogue&& epilogue) const {
     const int out = lane & ((1 << kBits) - 1), col = (row_tile << kBits) + out;

@@ -67,16 +67,17 @@ struct Cut {
   int small_at = 0;
   int shared_bytes = 0;
 };
-Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, int team_shift, const MatvecDevice& device) {
+Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, int team_shift, int n_resident,
+                const MatvecDevice& device) {
   constexpr int kReserved = 1024;             // of a block, by the driver
   const int kernel_rows = n_tiles * 4;
-  const int n_resident = blocks_an_sm(kernel_rows);
   Cut cut;
   cut.team_shift = team_shift;
   cut.item_tiles = kBatchWarps >> team_shift;
   cut.n_row_blocks = ceil_div(plan.n_row_tiles, cut.item_tiles);
   // Chunks by different blocks where the row blocks alone would leave some blocks with much more than others.
-  cut.split = plan.n_chunks() > 1 && cut.n_row_blocks < 4 * device.n_sms * n_resident && plan.n_row_tiles <= kMaxCountedTiles;
+  cut.split =
+      plan.n_chunks() > 1 && cut.n_row_blocks < 4 * device.n_sms * n_resident && plan.n_row_tiles <= kMaxCountedTiles;
   cut.n_items = cut.split ? cut.n_row_blocks * plan.n_chunks() : cut.n_row_blocks;
   cut.n_blocks = std::min(cut.n_items, device.n_sms * n_resident);
   cut.partial_tiles = cut.split ? plan.n_row_tiles : int64_t{cut.n_blocks} * kBatchWarps;
@@ -87,7 +88,8 @@ Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, int team_shift, c
   const bool alone = cut.n_blocks <= device.n_sms;
   const int budget = std::min(device.shared_per_sm / (alone ? 1 : n_resident) - kReserved, device.shared_per_block);
   const int staging_bytes = cut.item_tiles * rows * kTileRows * static_cast<int>(sizeof(float));
-  const int fixed = weight_ring_bytes(plan.format, kernel_rows) + exchange_bytes + staging_bytes + static_cast<int>(sizeof(BatchShared));
+  const int fixed = weight_ring_bytes(plan.format, kernel_rows) + exchange_bytes + staging_bytes +
+                    static_cast<int>(sizeof(BatchShared));
   const int slot_bytes = step_tiles(plan.format, kernel_rows) * x_tile_bytes(plan.format, rows);
   cut.n_slots = std::clamp((budget - fixed) / (n_teams * slot_bytes), 0, kBatchMaxSlots);
   cut.weights_at = n_teams * cut.n_slots * slot_bytes;
@@ -101,16 +103,18 @@ Cut cut_product(const MatvecPlan& plan, int rows, int n_tiles, int team_shift, c
 }
 // More teams where more multiprocessors then have work: their items cost less, but x is read more often.
 Cut choose_cut(const MatvecPlan& plan, int rows, int n_tiles, const MatvecDevice& device) {
-  Cut best = cut_product(plan, rows, n_tiles, 0, device);
-  const int n_places = device.n_sms * blocks_an_sm(n_tiles * 4);
-  int least_cost = ceil_div(best.n_items, n_places) * best.item_tiles;
-  // wgmma, which more rows use, takes teams of 4 warps.
-  for (int team_shift = 1; team_shift <= (n_tiles * 4 <= kGroupRows ? 2 : 1); ++team_shift) {
-    const Cut cut = cut_product(plan, rows, n_tiles, team_shift, device);
-    const int cost = ceil_div(cut.n_items, n_places) * cut.item_tiles;
-    if (!cut.fits || cost >= least_cost || (team_shift == 2 && cut.n_items > device.n_sms)) continue;
-    best = cut;
-    least_cost = cost;
+  Cut best;
+  for (int n_resident = blocks_an_sm(n_tiles * 4); n_resident >= 1 && !best.fits; --n_resident) {
+    const int n_places = device.n_sms * n_resident;
+    int least_cost = 0;
+    // wgmma, which more rows use, takes teams of 4 warps.
+    for (int team_shift = 0; team_shift <= (n_tiles * 4 <= kGroupRows ? 2 : 1); ++team_shift) {
+      const Cut cut = cut_product(plan, rows, n_tiles, team_shift, n_resident, device);
+      const int cost = ceil_div(cut.n_items, n_places) * cut.item_tiles;
+      if (!cut.fits || (team_shift == 2 && cut.n_items > device.n_sms) || (best.fits && cost >= least_cost)) continue;
+      best = cut;
+      least_cost = cost;
+    }
   }
   return best;
 }
@@ -173,7 +177,8 @@ void launch_batch_linear(const MatvecPlan& plan, const BatchLinearArgs& args, co
 
   BatchKernelArgs product = {};
   product.weights = args.weights;
-  product.row_scales = plan.scales_offset != 0 ? reinterpret_cast<const float*>(args.weights + plan.scales_offset) : nullptr;
+  product.row_scales =
+      plan.scales_offset != 0 ? reinterpret_cast<const float*>(args.weights + plan.scales_offset) : nullptr;
   product.unit_bytes = plan.unit_bytes;
   product.stage_bytes = plan.stage_bytes;
   product.stage_code_bytes = plan.stage_tiles() * tile_shape(plan.format).code_bytes;

@@ -1,9 +1,9 @@
-// y = epilogue(W · norm(x)) for 9 to 64 rows of x (right for any number): batched decoding and short prompts, on the same
-// packed tiles as the decode kernel, without expanding them.
+// y = epilogue(W · norm(x)) for 9 to 64 rows of x (right for any number): batched decoding and short prompts, on the
+// same packed tiles as the decode kernel, without expanding them.
 //
-// x is cut into digits (codec.cuh) once, in the order in which the tensor cores read them; the weights stream through shared
-// memory once for every 64 rows, and each tile is decoded once. The same x row gives the same bits as in the decode kernel,
-// whatever the other rows and their number.
+// x is cut into digits (codec.cuh) once, in the order in which the tensor cores read them; the weights stream through
+// shared memory once for every 64 rows, and each tile is decoded once. The same x row gives the same bits as in the
+// decode kernel, whatever the other rows and their number.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ struct BatchLinearArgs {
   void* scratch;                    // [batch_scratch_bytes], 128-byte aligned; zeros before the first call
 };
 
-// Bytes of scratch for calls with up to n_rows rows. Calls on one stream may share one scratch, of whatever plans: what has
-// to be zero lies at its begin and is zero again after each call.
+// Bytes of scratch for calls with up to n_rows rows. Calls on one stream may share one scratch, of whatever plans: what
+// has to be zero lies at its begin and is zero again after each call.
 int64_t batch_scratch_bytes(const MatvecPlan& plan, int n_rows, const MatvecDevice& device);
 
 // Only launches, so it may be captured.

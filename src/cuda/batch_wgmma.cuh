@@ -1,8 +1,8 @@
 // Integer products of four warps (wgmma, sm_90a): 64 rows of FP4 weights from registers, x from shared memory.
 //
 // A product of one codec multiplies positive and negative codes apart, because prmt fills one of the two with copies of
-// sign bits. Here every weight is 12 larger: then both tables are positive, those copies are zeros, and one OR joins the
-// two. The sum over a group is 12 times the sum of its x too large, an integer that comes with x (XScale).
+// sign bits. Here every weight is 12 larger: then both tables are positive, those copies are zeros, and one OR joins
+// the two. The sum over a group is 12 times the sum of its x too large, an integer that comes with x (XScale).
 #pragma once
 
 #include <cstdint>

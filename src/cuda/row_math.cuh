@@ -1,5 +1,5 @@
-// Scalar arithmetic that every kernel for packed weights shares, bit for bit: the same row of x gives the same y whether it is
-// computed with 1 row or with 64, by whichever kernel.
+// Scalar arithmetic that every kernel for packed weights shares, bit for bit: the same row of x gives the same y
+// whether it is computed with 1 row or with 64, by whichever kernel.
 //
 //   digits   a group of 128 columns of x as a tensor core takes it (codec.cuh): write_group
 //   norm     the factor of a norm from the sums of squares of its groups: group_squares, norm_factor_of
@@ -71,8 +71,8 @@ __device__ __forceinline__ float approximate_reciprocal(float value) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
-// The largest magnitude of a warp's 128 columns, as bits, so that a NaN anywhere is the largest and makes every result a
-// NaN.
+// The largest magnitude of a warp's 128 columns, as bits, so that a NaN anywhere is the largest and makes every result
+// a NaN.
 __device__ __forceinline__ uint32_t group_range(float4 v) {
   const float largest = max_or_nan(max_or_nan(fabsf(v.x), fabsf(v.y)), max_or_nan(fabsf(v.z), fabsf(v.w)));
   return __reduce_max_sync(kAllLanes, __float_as_uint(largest) & 0x7fffffffu);
