@@ -69,6 +69,21 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n
 }
 #endif
 
+// Registers from warps that need few to those that need many: called by all warps of a group of four. What is given must
+// be given before it is taken; the launch has kThreads · registers of the kernel in all.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
 // A barrier of the first kThreads threads of a block, a multiple of 32.
 template <int kThreads>
 __device__ __forceinline__ void partial_block_barrier() {

@@ -36,6 +36,7 @@ CudaExecutor::CudaExecutor(const Program& program, const StepLimits& limits, con
       input_sent_(make_event()),
       sampled_host_(make_pinned(static_cast<size_t>(sampled_bytes(limits_)), "staging for samples")) {
   import_weights(program_, layout_, buffers_);
+  send_decode_phases();
 }
 
 CudaExecutor::~CudaExecutor() = default;
@@ -145,7 +146,7 @@ void CudaExecutor::run(OpRange range) {
   close_page();
   const size_t end = std::min(range.end, program_.ops.size()), begin = std::min(range.begin, end);
   bucket_position_ = bucket_position(last_position_);
-  if (begin == 0 && end == program_.ops.size() && n_tokens_ <= kStreamRows && n_copies_ == 0)
+  if (begin == 0 && end == program_.ops.size() && n_tokens_ <= kGraphRows && n_copies_ == 0)
     run_graph();
   else
     execute_range(begin, end);
@@ -162,7 +163,18 @@ void CudaExecutor::run(OpRange range) {
 }
 
 void CudaExecutor::execute_range(size_t begin, size_t end) {
-  for (size_t i = begin; i < end; ++i) std::visit([this](const auto& op) { execute(op); }, program_.ops[i]);
+  const std::vector<DecodeSegment>& segments = layout_.decode.segments;
+  size_t next = 0;
+  for (size_t i = begin; i < end;) {
+    while (next < segments.size() && segments[next].begin < static_cast<int>(i)) ++next;
+    if (next < segments.size() && segments[next].begin == static_cast<int>(i) && segments[next].end <= static_cast<int>(end) &&
+        run_decode(segments[next], decode_segments_[next])) {
+      i = static_cast<size_t>(segments[next].end);
+      continue;
+    }
+    std::visit([this](const auto& op) { execute(op); }, program_.ops[i]);
+    ++i;
+  }
 }
 
 // A step whose shape was seen before is captured; one that is new runs op by op, so that shapes that never return cost no

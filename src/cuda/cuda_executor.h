@@ -72,20 +72,34 @@ class CudaExecutor final : public Executor {
   void execute_range(size_t begin, size_t end);
   void run_graph();
 
-  void stream_linear(const Linear& op, int64_t n_rows);
-  void stream_packed(const Linear& op, const MatrixPiece& piece, RowsView x, bool has_norm, int64_t n_rows, RowsView y,
-                     RowsView other, MatvecEpilogue epilogue);
+  void linear_of_planes(const Linear& op, int64_t n_rows);
+  void batch_linear(const Linear& op, int64_t n_rows);
   void multiply_linear(const Linear& op, int64_t n_rows);
   void multiply_piece(const MatrixPiece& piece, int64_t piece_row, int64_t n_outputs, int64_t n_rows, int64_t padded_cols,
                       RowsView y, RowsView other, PlainEpilogue epilogue, float softcap);
   void norm_rows(RowsView x, const Norm& norm, int64_t cols, int64_t n_rows);
   void turn_ropes();
 
+  // run_decode.cpp
+  struct DecodeList {
+    int64_t phases_at = 0, streams_at = 0;
+    int index = 0;                    // of its flags
+    std::vector<DecodeCut> cuts;      // by the number of rows
+  };
+  PhaseRows phase_rows(const PlannedRows& planned, int64_t col) const;
+  LinearPhase linear_phase(const PlannedPhase& planned, int index) const;
+  AttentionPhase attention_phase(const PlannedPhase& planned) const;
+  void send_decode_phases();
+  int64_t list_rows(const DecodeSegment& segment) const;
+  // False: these rows are not for the decode kernel, and nothing was launched.
+  bool run_decode(const DecodeSegment& segment, const DecodeList& list);
+
   RowsView view(Rows rows) const;
   int64_t n_rows(Rows rows) const;
   const float* vector(VectorRef ref) const;
   PlainMatrix plain(const MatrixPiece& piece) const;
   PackedMatrix packed(const MatrixPiece& piece) const;
+  size_t index_of(const void* op) const;
   CacheView cache_view(int cache) const;
   TokenView token_view(int cache) const;
   SampleArgs sample_args(RowsView logits) const;
@@ -118,6 +132,9 @@ class CudaExecutor final : public Executor {
   int64_t n_sampled_ = 0;
   SampleFeatures features_;
   int bucket_position_ = 0;           // for grids, while ops are launched
+
+  std::vector<DecodeList> decode_segments_, decode_single_;
+  int n_decode_lists_ = 0;
 
   PageWindow window_;
   std::vector<CachedGraph> graphs_;

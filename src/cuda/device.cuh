@@ -108,6 +108,11 @@ __device__ __forceinline__ float decode_e4m3(uint8_t bits) {
 }
 // Rounds to nearest even, saturates at 448.
 __device__ __forceinline__ uint8_t encode_e4m3(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %1;" : "=h"(pair) : "f"(value));
+  return static_cast<uint8_t>(pair);
+#else
   const uint32_t bits = __float_as_uint(value);
   const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80u);
   const float absolute = fabsf(value);
@@ -116,6 +121,7 @@ __device__ __forceinline__ uint8_t encode_e4m3(float value) {
   const uint32_t rounded = (bits & 0x7fffffffu) + 0x7ffffu + (bits >> 20 & 1u);
   const uint32_t code = (rounded >> 20) - (120u << 3);
   return sign | static_cast<uint8_t>(code > 0x7e ? 0x7e : code);
+#endif
 }
 
 }  // namespace beryl::cuda

@@ -52,6 +52,7 @@ class LayoutBuilder {
     lay_caches();
     lay_activations();
     lay_inputs();
+    lay_decode();
     lay_scratch();
     return std::move(layout_);
   }
@@ -74,9 +75,6 @@ class LayoutBuilder {
     piece.source = source;
     piece.plan = plan_matvec(source, device_.matvec.n_sms);
     piece.rows = piece.plan.rows;
-    for (int rows = kMatvecMaxRows; rows > 0 && piece.max_rows == 0; --rows)
-      if (plan_launch(piece.plan, rows, device_.matvec).n_blocks > 0) piece.max_rows = rows;
-    if (piece.max_rows == 0) return piece;
     piece.buffer = add(MemoryKind::kWeights, source.parts.front()->name, piece.plan.packed_bytes);
     return piece;
   }
@@ -111,9 +109,8 @@ class LayoutBuilder {
           if (!source.gated) source.parts.resize(1);
         }
         piece = packed_piece(source);
-        if (piece.max_rows > 0) next += source.parts.size();
-      }
-      if (piece.max_rows == 0) {
+        next += source.parts.size();
+      } else {
         piece = plain_piece(first);
         ++next;
       }
@@ -201,20 +198,25 @@ class LayoutBuilder {
   }
 
   void lay_scratch() {
-    int64_t normed = 0, gated = 0, route_logits = 0, expert_index = 0, expert_gate = 0, expert_down = 0, partial = 0;
+    int64_t normed = 0, gated = 0, batch_bytes = 0, route_logits = 0, expert_index = 0, expert_gate = 0, expert_down = 0, partial = 0;
     const auto grow = [](int64_t& bytes, int64_t needed) { bytes = std::max(bytes, needed); };
     bool samples = false;
-    for (const Op& op : program_.ops) {
+    for (size_t index = 0; index < program_.ops.size(); ++index) {
+      const Op& op = program_.ops[index];
       if (const auto* linear = std::get_if<Linear>(&op)) {
         const int64_t rows = max_rows(linear->y), cols = program_.matrix(linear->weight).cols();
         const DeviceMatrix& matrix = layout_.matrices[static_cast<size_t>(linear->weight.index)];
-        const bool all_packed = std::all_of(matrix.pieces.begin(), matrix.pieces.end(),
-                                            [](const MatrixPiece& piece) { return piece.packed; });
-        const bool aligned = linear->x.col % 4 == 0 && program_.rows[static_cast<size_t>(linear->x.slot)].cols % 4 == 0;
-        if ((linear->norm.present && !all_packed) || !aligned) grow(normed, std::min<int64_t>(rows, kStreamRows) * cols * 4);
-        if (is_gated(linear->epilogue) && (rows > kStreamRows || matrix.pieces.size() > 1))
-          grow(gated, rows * linear->y.cols * 4);
-        if (rows > kStreamRows) {
+        const bool all_plain = std::none_of(matrix.pieces.begin(), matrix.pieces.end(), [](const MatrixPiece& piece) { return piece.packed; });
+        if (all_plain) grow(normed, std::min<int64_t>(rows, kGraphRows) * cols * 4);
+        const bool batch = takes_batch(program_, layout_, *linear);
+        const bool decoded = decodes(index, std::min<int64_t>(rows, kDecodeRows));
+        if (batch && (rows > kDecodeRows || !decoded))
+          for (const MatrixPiece& piece : matrix.pieces)
+            grow(batch_bytes, batch_scratch_bytes(piece.plan, static_cast<int>(std::min<int64_t>(rows, kBatchRows)), device_.matvec));
+        // Without the product of many rows.
+        const bool few = all_plain ? rows <= kGraphRows : batch ? rows <= kBatchRows : decoded && rows <= kDecodeRows;
+        if (is_gated(linear->epilogue) && (!few || matrix.pieces.size() > 1)) grow(gated, rows * linear->y.cols * 4);
+        if (!few) {
           const int64_t padded = round_up(cols, kGemmColumns);
           grow(layout_.plane_values, rows * padded);
           int64_t widest = 0;
@@ -255,6 +257,7 @@ class LayoutBuilder {
       return bytes > 0 ? add(MemoryKind::kActivations, label, bytes) : -1;
     };
     layout_.normed = scratch("normed rows", normed);
+    layout_.batch = scratch("rows in digits", batch_bytes);
     layout_.planes = scratch("rows as bf16 pairs", layout_.plane_values * 4);
     layout_.panel = scratch("weights as bf16 pairs", layout_.panel_values * 4);
     layout_.gated = scratch("gated rows", gated);
@@ -282,6 +285,31 @@ class LayoutBuilder {
     }
   }
 
+  // Whether the decode kernel takes the op by itself, with any number of rows up to this.
+  bool decodes(size_t op, int64_t rows) const {
+    const DecodeSegment& single = layout_.decode.single[op];
+    if (single.phases.empty()) return false;
+    for (int n = 1; n <= static_cast<int>(rows); ++n)
+      if (cut_decode(single.needs, n, device_.matvec.shared_per_block).n_slots == 0) return false;
+    return true;
+  }
+
+  void lay_decode() {
+    layout_.decode = plan_decode(program_, layout_);
+    const DecodePlan& plan = layout_.decode;
+    if (plan.n_phases() == 0) return;
+    const int64_t rows = std::min(limits_.max_tokens, kDecodeRows);
+    const auto lists = static_cast<int64_t>(plan.segments.size() + plan.single.size());
+    layout_.decode_phases = add(MemoryKind::kInputs, "decode phases", plan.n_phases() * static_cast<int64_t>(sizeof(DecodePhase)));
+    layout_.decode_streams = add(MemoryKind::kInputs, "decode streams", plan.n_phases() * static_cast<int64_t>(sizeof(WeightStream)));
+    layout_.decode_flags = add(MemoryKind::kActivations, "decode flags", lists * kDecodeFlagWords * 4);
+    const auto scratch = [&](const char* label, int64_t bytes) { return bytes > 0 ? add(MemoryKind::kActivations, label, bytes) : -1; };
+    layout_.decode_exchange = scratch("exchange rows", rows * plan.exchange_floats * 4);
+    layout_.decode_residual = scratch("residual copies", int64_t{device_.matvec.n_sms} * kDecodeRows * plan.residual_cols * 4);
+    layout_.decode_partials = scratch("attention units", rows * plan.partial_floats * 4);
+    layout_.decode_states = scratch("attention unit states", rows * plan.partial_states * 8);
+  }
+
   const Program& program_;
   const StepLimits& limits_;
   const DeviceProperties& device_;
@@ -290,6 +318,12 @@ class LayoutBuilder {
 };
 
 }  // namespace
+
+bool takes_batch(const Program& program, const MemoryLayout& layout, const Linear& op) {
+  const std::vector<MatrixPiece>& pieces = layout.matrices[static_cast<size_t>(op.weight.index)].pieces;
+  return op.x.col % 4 == 0 && program.rows[static_cast<size_t>(op.x.slot)].cols % 4 == 0 &&
+         std::all_of(pieces.begin(), pieces.end(), [](const MatrixPiece& piece) { return piece.packed; });
+}
 
 int64_t panel_rows(int64_t padded_cols) {
   constexpr int64_t kMostBlocks = 65535 / 128 * 128;   // of a grid's second dimension

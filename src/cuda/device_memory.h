@@ -5,17 +5,19 @@
 #include <string>
 #include <vector>
 
+#include "cuda/batch_linear.h"
+#include "cuda/decode_plan.h"
 #include "cuda/handles.h"
 #include "cuda/kernels.h"
-#include "cuda/matvec.h"
+#include "cuda/matvec_layout.h"
 #include "cuda/packed_rows.h"
 #include "cuda/plain_matrix.h"
 #include "ops/backend.h"
 
 namespace beryl::cuda {
 
-// Steps of up to this many rows read the weights once for every eight; larger ones take the matrix product.
-inline constexpr int kStreamRows = 64;
+// Steps of up to this many rows are kept as graphs.
+inline constexpr int kGraphRows = 64;
 // Steps of up to this many tokens split the keys over blocks.
 inline constexpr int kSplitTokens = 64;
 inline constexpr int64_t kPartialBytes = int64_t{64} << 20;    // bound of the split partials
@@ -30,7 +32,6 @@ struct MatrixPiece {
   // Packed.
   MatvecSource source;
   MatvecPlan plan;
-  int max_rows = 0;                 // rows of x that one launch takes
   int buffer = -1;
   // Planes.
   const HostMatrix* part = nullptr;
@@ -67,6 +68,7 @@ struct MemoryLayout {
   int history = -1;
 
   int normed = -1;                              // [rows][cols] f32
+  int batch = -1;                               // scratch of batch_linear.h, zero between launches
   int planes = -1;                              // x as bf16 pairs
   int64_t plane_values = 0;                     // of one plane
   int panel = -1;                               // weights as bf16 pairs
@@ -78,6 +80,10 @@ struct MemoryLayout {
   int partial_sums = -1, partial_state = -1;
   int max_splits = 0, partial_tokens = 0;
   int sample_values = -1, sample_scratch = -1, sampled = -1;
+
+  DecodePlan decode;
+  int decode_phases = -1, decode_streams = -1, decode_flags = -1;
+  int decode_exchange = -1, decode_residual = -1, decode_partials = -1, decode_states = -1;
 };
 
 struct DeviceProperties {
@@ -87,6 +93,9 @@ struct DeviceProperties {
   bool has_fp8_cache = true;
   MatvecDevice matvec;
 };
+
+// Whether batch_linear.h takes the op: all of its matrix is packed, and its rows lie at 16-byte addresses.
+bool takes_batch(const Program& program, const MemoryLayout& layout, const Linear& op);
 
 // Rows of weights that are expanded at a time.
 int64_t panel_rows(int64_t padded_cols);

@@ -1,5 +1,5 @@
-// Every op as launches: slots, weights and caches to pointers, and the choice between the decode stream, the plain kernels
-// and the matrix product.
+// Every op as launches: slots, weights and caches to pointers, and the choice between the decode kernel, the kernels for
+// planes and the matrix product.
 #include <algorithm>
 
 #include "cuda/cuda_executor.h"
@@ -12,10 +12,6 @@ namespace {
 RowsView offset(RowsView rows, int64_t col) {
   return rows.values == nullptr ? rows : RowsView{rows.values + col, rows.stride};
 }
-RowsView from_row(RowsView rows, int64_t row) {
-  return rows.values == nullptr ? rows : RowsView{rows.values + row * rows.stride, rows.stride};
-}
-MatvecRows matvec_rows(RowsView rows) { return {rows.values, rows.stride, false}; }
 
 bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
 
@@ -30,16 +26,16 @@ PlainEpilogue plain_epilogue(Epilogue epilogue) {
   return PlainEpilogue::kStore;
 }
 
-// Of a piece by itself: the second half of a gated matrix multiplies by what the first one stored.
-MatvecEpilogue matvec_epilogue(PlainEpilogue epilogue) {
+// Of a matrix in one piece, or one whose pieces lie side by side.
+DecodeEpilogue decode_epilogue(Epilogue epilogue) {
   switch (epilogue) {
-    case PlainEpilogue::kGeluTimesOther: return MatvecEpilogue::kGeluTimesOther;
-    case PlainEpilogue::kTimesGeluOther: return MatvecEpilogue::kTimesGeluOther;
-    case PlainEpilogue::kTimesSiluOther: return MatvecEpilogue::kTimesSiluOther;
-    case PlainEpilogue::kSoftcap: return MatvecEpilogue::kSoftcap;
-    case PlainEpilogue::kStore: break;
+    case Epilogue::kGatedGelu: return DecodeEpilogue::kGatedGelu;
+    case Epilogue::kGatedSilu: return DecodeEpilogue::kGatedSilu;
+    case Epilogue::kGeluTimesOther: return DecodeEpilogue::kGeluTimesOther;
+    case Epilogue::kSoftcap: return DecodeEpilogue::kSoftcap;
+    case Epilogue::kStore: break;
   }
-  return MatvecEpilogue::kStore;
+  return DecodeEpilogue::kStore;
 }
 
 }  // namespace
@@ -77,6 +73,12 @@ PackedMatrix CudaExecutor::packed(const MatrixPiece& piece) const {
   return packed_matrix(piece.plan, buffers_.as<uint8_t>(piece.buffer));
 }
 
+// Of an op of this program, which lies within an element of ops.
+size_t CudaExecutor::index_of(const void* op) const {
+  return static_cast<size_t>((static_cast<const std::byte*>(op) - reinterpret_cast<const std::byte*>(program_.ops.data())) /
+                             static_cast<std::ptrdiff_t>(sizeof(Op)));
+}
+
 CacheView CudaExecutor::cache_view(int cache) const {
   const auto index = static_cast<size_t>(cache);
   return {buffers_.as<std::byte>(layout_.keys[index]),   buffers_.as<std::byte>(layout_.values[index]),
@@ -112,57 +114,50 @@ void CudaExecutor::norm_rows(RowsView x, const Norm& norm, int64_t cols, int64_t
 void CudaExecutor::execute(const Linear& op) {
   const int64_t rows = n_rows(op.y);
   if (rows == 0) return;
-  if (rows <= kStreamRows)
-    stream_linear(op, rows);
+  if (rows <= kDecodeRows && run_decode(layout_.decode.single[index_of(&op)], decode_single_[index_of(&op)])) return;
+  const std::vector<MatrixPiece>& pieces = layout_.matrices[static_cast<size_t>(op.weight.index)].pieces;
+  const bool all_plain = std::none_of(pieces.begin(), pieces.end(), [](const MatrixPiece& piece) { return piece.packed; });
+  if (all_plain && rows <= kGraphRows)
+    linear_of_planes(op, rows);
+  else if (rows <= kBatchRows && takes_batch(program_, layout_, op))
+    batch_linear(op, rows);
   else
     multiply_linear(op, rows);
 }
 
-void CudaExecutor::stream_packed(const Linear& op, const MatrixPiece& piece, RowsView x, bool has_norm, int64_t n_rows,
-                                 RowsView y, RowsView other, MatvecEpilogue epilogue) {
-  for (int64_t row = 0; row < n_rows; row += piece.max_rows) {
-    MatvecArgs args = {};
-    args.weights = buffers_.as<uint8_t>(piece.buffer);
-    args.x = matvec_rows(from_row(x, row));
-    args.n_rows = static_cast<int>(std::min<int64_t>(piece.max_rows, n_rows - row));
-    args.has_norm = has_norm;
-    args.norm_weight = vector(op.norm.weight);
-    args.norm_eps = op.norm.eps;
-    args.epilogue = epilogue;
-    args.other = matvec_rows(from_row(other, row));
-    args.softcap = op.softcap;
-    args.y = matvec_rows(from_row(y, row));
-    launch_matvec(piece.plan, args, device_.matvec, context_);
+void CudaExecutor::batch_linear(const Linear& op, int64_t n_rows) {
+  const std::vector<MatrixPiece>& pieces = layout_.matrices[static_cast<size_t>(op.weight.index)].pieces;
+  const auto run_piece = [&](const MatrixPiece& piece, RowsView y, RowsView other, DecodeEpilogue epilogue) {
+    launch_batch_linear(piece.plan,
+                        {buffers_.as<uint8_t>(piece.buffer), view(op.x), static_cast<int>(n_rows), op.norm.present,
+                         vector(op.norm.weight), op.norm.eps, epilogue, other, op.softcap, y, buffers_.as<void>(layout_.batch)},
+                        device_.matvec, context_);
+  };
+  const RowsView y = view(op.y), other = view(op.other);
+  if (is_gated(op.epilogue) && pieces.size() == 2) {
+    const RowsView gate = {buffers_.as<float>(layout_.gated), op.y.cols};
+    run_piece(pieces[0], gate, {}, DecodeEpilogue::kStore);
+    run_piece(pieces[1], y, gate,
+              op.epilogue == Epilogue::kGatedGelu ? DecodeEpilogue::kTimesGeluOther : DecodeEpilogue::kTimesSiluOther);
+    return;
   }
+  for (const MatrixPiece& piece : pieces)
+    run_piece(piece, offset(y, piece.row_begin), offset(other, piece.row_begin), decode_epilogue(op.epilogue));
 }
 
-void CudaExecutor::stream_linear(const Linear& op, int64_t n_rows) {
+// Weights that are not packed, for few rows.
+void CudaExecutor::linear_of_planes(const Linear& op, int64_t n_rows) {
   const DeviceMatrix& matrix = layout_.matrices[static_cast<size_t>(op.weight.index)];
-  const bool all_packed =
-      std::all_of(matrix.pieces.begin(), matrix.pieces.end(), [](const MatrixPiece& piece) { return piece.packed; });
   const int64_t cols = program_.matrix(op.weight).cols();
-  RowsView x = view(op.x);
-  bool has_norm = op.norm.present;
-  // The decode stream norms in its prologue, from rows at 16-byte addresses; everything else gets a pass of its own.
-  const bool aligned = op.x.col % 4 == 0 && x.stride % 4 == 0;
-  if ((has_norm && !all_packed) || !aligned) {
-    norm_rows(x, op.norm, cols, n_rows);
-    x = {buffers_.as<float>(layout_.normed), cols};
-    has_norm = false;
-  }
+  norm_rows(view(op.x), op.norm, cols, n_rows);
+  const RowsView x = {buffers_.as<float>(layout_.normed), cols};
   const RowsView y = view(op.y), other = view(op.other);
   const auto run_piece = [&](const MatrixPiece& piece, RowsView piece_y, RowsView piece_other, PlainEpilogue epilogue) {
-    if (piece.packed)
-      stream_packed(op, piece, x, has_norm, n_rows, piece_y, piece_other, matvec_epilogue(epilogue));
-    else
-      launch_plain_linear(context_, {plain(piece), x, piece_y, piece_other, epilogue, op.softcap, n_rows});
+    launch_plain_linear(context_, {plain(piece), x, piece_y, piece_other, epilogue, op.softcap, n_rows});
   };
   if (!is_gated(op.epilogue)) {
     for (const MatrixPiece& piece : matrix.pieces)
       run_piece(piece, offset(y, piece.row_begin), offset(other, piece.row_begin), plain_epilogue(op.epilogue));
-  } else if (matrix.pieces.size() == 1) {
-    stream_packed(op, matrix.pieces.front(), x, has_norm, n_rows, y, {},
-                  op.epilogue == Epilogue::kGatedGelu ? MatvecEpilogue::kGatedGelu : MatvecEpilogue::kGatedSilu);
   } else {
     const RowsView gate = {buffers_.as<float>(layout_.gated), op.y.cols};
     run_piece(matrix.pieces[0], gate, {}, PlainEpilogue::kStore);
@@ -236,6 +231,7 @@ void CudaExecutor::execute(const QkvFinish& op) {
 }
 
 void CudaExecutor::execute(const Attention& op) {
+  if (n_tokens_ <= kDecodeRows && run_decode(layout_.decode.single[index_of(&op)], decode_single_[index_of(&op)])) return;
   AttentionArgs args = {};
   args.q = view(op.q);
   args.out = view(op.out);

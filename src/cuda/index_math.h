@@ -73,6 +73,64 @@ BERYL_HOST_DEVICE inline int64_t cache_scale_offset(int64_t page, int row, int h
   return (page * n_kv_heads + head) * kPageTokens + row;
 }
 
+// ---- decoding: how the keys of one token are shared out (decode_attention.cuh) ----
+//
+// A unit is what one block multiplies at a time for one token and KV head, in tiles of a page: 64 slots, slot i holding a
+// position m with m % 64 == i. Global layers: unit u has `tiles` neighbouring pages. Windows of whole pages: as many units
+// as the window has pages, unit u has the pages p with p % units == u, of which at most two are live: the newest one up to
+// the token's own position, and for the slots above it the one that is about to leave. Other windows: a page a unit.
+inline constexpr int kMaxDecodeUnits = kMaxSplits;
+
+struct DecodeUnits {
+  int count;
+  int tiles;                        // pages of a unit, one after the other
+};
+// Windows that a unit a page can serve.
+BERYL_HOST_DEVICE constexpr bool decodes_window(int window) { return window <= (kMaxDecodeUnits - 2) * kPageTokens; }
+BERYL_HOST_DEVICE constexpr int window_units(int window) {
+  return window % kPageTokens == 0 ? window / kPageTokens : window / kPageTokens + 2;
+}
+BERYL_HOST_DEVICE inline DecodeUnits decode_units(int position, int window) {
+  const int n_pages = position / kPageTokens + 1;
+  if (window > 0) {
+    const int units = window_units(window);
+    return {n_pages < units ? n_pages : units, 1};
+  }
+  const int tiles = split_positions(position + 1) / kPageTokens;
+  return {(n_pages + tiles - 1) / tiles, tiles};
+}
+
+// The slots [begin, end) of a tile hold positions of page `page`; those from `end` on positions of `older`; others nothing.
+struct DecodeTile {
+  int page;                         // position / kPageTokens, as it goes into table_entry
+  int begin;
+  int end;
+  int older;                        // -1: none
+};
+BERYL_HOST_DEVICE inline DecodeTile decode_tile(int position, int window, DecodeUnits units, int unit, int tile) {
+  const int last = position / kPageTokens, used = position % kPageTokens + 1;
+  if (window <= 0) {
+    const int page = unit * units.tiles + tile;
+    return {page, 0, page > last ? 0 : page == last ? used : kPageTokens, -1};
+  }
+  const int n = window_units(window), distance = (last - unit) % n;
+  if (last < unit) return {0, 0, 0, -1};
+  const int page = last - distance;
+  DecodeTile result = {page, 0, page == last ? used : kPageTokens, -1};
+  if (window % kPageTokens == 0) {
+    if (page == last && used < kPageTokens && page >= n) result.older = page - n;
+  } else {
+    const int begin = position + 1 - window - page * kPageTokens;
+    if (begin > 0) result.begin = begin < result.end ? begin : result.end;
+  }
+  return result;
+}
+// Whether `position` is in the tile.
+BERYL_HOST_DEVICE inline bool tile_holds(DecodeTile tile, int position) {
+  const int page = position / kPageTokens, slot = position % kPageTokens;
+  return (page == tile.page && slot >= tile.begin && slot < tile.end) || (page == tile.older && slot >= tile.end);
+}
+
 // How a row of logits is cut for the sampler: groups of neighbouring ids whose largest value is kept, so that the k
 // best are found by looking into k groups. At most kMaxSampleGroups of them.
 inline constexpr int kMaxSampleGroups = 2048;

@@ -90,5 +90,35 @@ TEST(IndexMath, SamplerGroupsAreBoundedInNumber) {
   }
 }
 
+TEST(IndexMathTest, DecodeUnitsHoldEachLivePositionOnceAndNoOther) {
+  for (const int window : {0, 64, 128, 512, 1024, 1, 8, 65, 100, 1000}) {
+    ASSERT_TRUE(decodes_window(window));
+    for (const int position : {0, 1, 7, 63, 64, 65, 127, 128, 500, 511, 512, 513, 575, 576, 1023, 1024, 1025, 1087, 1088, 4095, 8191,
+                               8192, 20000, 131071}) {
+      const Band band = live_band(position, window);
+      const DecodeUnits units = decode_units(position, window);
+      ASSERT_GE(units.count, 1);
+      ASSERT_LE(units.count, kMaxDecodeUnits);
+      std::vector<int> seen(static_cast<size_t>(position) + 1, 0);
+      for (int unit = 0; unit < units.count; ++unit) {
+        for (int t = 0; t < units.tiles; ++t) {
+          const DecodeTile tile = decode_tile(position, window, units, unit, t);
+          for (int slot = 0; slot < kPageTokens; ++slot) {
+            int held = -1;
+            if (slot >= tile.begin && slot < tile.end) held = tile.page * kPageTokens + slot;
+            if (slot >= tile.end && tile.older >= 0) held = tile.older * kPageTokens + slot;
+            if (held < 0) continue;
+            ASSERT_LE(held, position) << window;
+            ++seen[static_cast<size_t>(held)];
+            EXPECT_TRUE(tile_holds(tile, held));
+          }
+        }
+      }
+      for (int m = 0; m <= position; ++m)
+        ASSERT_EQ(seen[static_cast<size_t>(m)], m >= band.begin ? 1 : 0) << "window " << window << ", position " << position << ", key " << m;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace beryl::cuda

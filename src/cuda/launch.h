@@ -14,6 +14,7 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   int shared_bytes = 0;             // dynamic
+  bool cooperative = false;         // all blocks are on the device at once; such a kernel waits for its predecessor's end
   const char* name = "";            // for error messages: the op
 };
 
@@ -35,10 +36,15 @@ inline void launch_raw(const LaunchContext& context, const LaunchShape& shape, c
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = context.stream;
   cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  if (shape.cooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   config.attrs = &attribute;
-  config.numAttrs = context.programmatic ? 1 : 0;
+  config.numAttrs = context.programmatic || shape.cooperative ? 1 : 0;
   void* arguments[] = {args};
   check(cudaLaunchKernelExC(&config, kernel, arguments), shape.name);
 }

@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kColumns = 128;                 // of a tile of integer or 8-bit codes
 constexpr int kHalfColumns = 64;              // of a tile of 16-bit weights
-constexpr int kEnoughInFlight = 60 * 1024;    // bytes of a ring that keep one multiprocessor's share of the memory busy
 constexpr int64_t kStageAlignment = 128;      // bulk copies of anything else lose a quarter of the bandwidth
 
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -412,7 +411,8 @@ struct TilePlace {
   int tile = 0;                     // within the stage
 };
 TilePlace tile_place(const MatvecPlan& plan, int column_tile, int row_tile_of_unit) {
-  return {column_tile / plan.k_warps, column_tile % plan.k_warps * plan.row_warps + row_tile_of_unit};
+  const StageWarp at = stage_of_column(plan.n_stages, plan.k_warps, column_tile);
+  return {at.stage, at.k * plan.row_warps + row_tile_of_unit};
 }
 
 }  // namespace
@@ -438,15 +438,17 @@ MatvecPlan plan_matvec(const MatvecSource& source, int n_sms) {
   const TileShape tile = tile_shape(plan.format);
   plan.n_row_tiles = ceil_div(plan.gated ? plan.rows / 2 : plan.rows, plan.gated ? kTileRows / 2 : kTileRows);
   plan.n_column_tiles = ceil_div(plan.cols, tile.columns);
-  // The time of the busiest block decides: a stage costs what its tiles take to arrive, and something on top. Of equal
-  // choices the one with the fewest rows a unit spreads best.
+  // The time of the busiest block decides: a stage costs what its tiles take to arrive, and something on top; x is
+  // prepared once, by each warp for its own columns.
   constexpr int64_t kStageCost = 5;           // tiles' worth
+  constexpr int64_t kPrepareCost = 3;
   int64_t best = INT64_MAX;
   for (int row_warps = 1; row_warps <= kMatvecWarps; ++row_warps) {
     for (int k_warps = 1; k_warps * row_warps <= kMatvecWarps; ++k_warps) {
-      const int64_t stages = ceil_div(plan.n_column_tiles, k_warps);
+      // Half tiles come in pairs, so that a warp's columns are whole groups of x.
+      const int64_t stages = tile.columns < kColumns ? round_up(ceil_div(plan.n_column_tiles, k_warps), 2) : ceil_div(plan.n_column_tiles, k_warps);
       const int64_t units = ceil_div(ceil_div(plan.n_row_tiles, row_warps), n_sms);
-      const int64_t cost = units * stages * (k_warps * row_warps + kStageCost);
+      const int64_t cost = units * stages * (k_warps * row_warps + kStageCost) + stages * kPrepareCost;
       if (cost < best) {
         best = cost;
         plan.row_warps = row_warps;
@@ -539,47 +541,6 @@ void unpack_row(const MatvecPlan& plan, const std::byte* packed, int64_t row, fl
     const int64_t n = std::min<int64_t>(shape.columns, plan.cols - first);
     for (int64_t c = 0; c < n; ++c)
       out[first + c] = plan.format == Format::kFp8 || row_scale == 1 ? decoded[c] : decoded[c] * row_scale;
-  }
-}
-
-MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice& device) {
-  const TileShape tile = tile_shape(plan.format);
-  const bool floats = packing(plan.format) == Packing::kFloat8 || packing(plan.format) == Packing::kFloat16;
-  const int tiles_a_group = kColumns / tile.columns;
-  constexpr int kSmall = 2560;                // barriers, sums of a norm
-  constexpr int kReserved = 1024;             // of a block, by the driver
-  const int half = std::min(device.shared_per_sm / 2 - kReserved, device.shared_per_block);
-
-  MatvecLaunch launch;
-  launch.n_blocks = std::min(device.n_sms, plan.n_units);
-  const int units_a_block = ceil_div(plan.n_units, launch.n_blocks);
-  const int unit_partial_bytes = plan.k_warps * plan.row_warps * n_rows * kTileRows * 4;
-  launch.batch_units = std::clamp(4 * 1024 / unit_partial_bytes, 1, std::max(1, std::min(units_a_block, 8)));
-  launch.partial_bytes = launch.batch_units * unit_partial_bytes;
-
-  // Two kernels on a multiprocessor overlap, so half of the memory is the aim; then all of it, and then a narrower
-  // chunk of x at a time.
-  for (int n_chunks = 1;; ++n_chunks) {
-    const int stages_a_chunk = ceil_div(plan.n_stages, n_chunks);
-    launch.chunk_stages = stages_a_chunk;
-    launch.n_chunks = ceil_div(plan.n_stages, stages_a_chunk);
-    const int tiles = stages_a_chunk * plan.k_warps, all_tiles = plan.n_stages * plan.k_warps;
-    // A chunk of half tiles may begin within a group of x.
-    const int groups =
-        std::min(ceil_div(tiles, tiles_a_group) + (tiles_a_group - 1), ceil_div(all_tiles, tiles_a_group));
-    launch.x_bytes = groups * n_rows * (floats ? 512 : 256);
-    launch.scale_bytes = static_cast<int>(round_up(groups * n_rows * (floats ? 4 : 20), 16));
-    const int fixed = launch.x_bytes + launch.scale_bytes + 2 * launch.partial_bytes + kSmall;
-    for (const int budget : {half, device.shared_per_block}) {
-      const int stages = (budget - fixed) / plan.stage_bytes;
-      const bool enough =
-          stages >= 3 || (stages == 2 && (stages_a_chunk == 1 || stages * plan.stage_bytes >= kEnoughInFlight));
-      if (!enough) continue;
-      launch.ring_stages = std::min({stages, kMatvecMaxStages, std::max(2, units_a_block * plan.n_stages)});
-      launch.shared_bytes = fixed + launch.ring_stages * plan.stage_bytes;
-      return launch;
-    }
-    if (stages_a_chunk == 1) return MatvecLaunch{};
   }
 }
 

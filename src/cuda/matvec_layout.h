@@ -2,15 +2,18 @@
 // tested without a GPU. docs/formats.md of the disk ends here; the kernel sees nothing but tiles.
 //
 // A tile is 16 rows x 128 columns (64 for 16-bit weights): the codes in the order in which the lanes of one warp feed
-// them to the tensor cores, and its meta data (scales, mins). A stage is what the warps of a block multiply side by
-// side: k_warps column tiles of row_warps row tiles; codes first, then meta data, padded to a multiple of 128 bytes:
-// one bulk copy into the kernel's ring. Columns that the matrix does not have are tiles of zeros, so that all stages
-// are alike. A unit is all columns of row_warps row tiles: whole stages. A matrix is its units, one after the other,
-// then a scale for each row where the format (or a tensor scale) has one. So a block that owns a range of units reads
-// one contiguous stream.
+// them to the tensor cores, and its meta data (scales, mins). A stage is a tile for each warp that multiplies: k_warps
+// column tiles of row_warps row tiles; codes first, then meta data, padded to a multiple of 128 bytes. Two stages are a
+// chunk, in which each warp has two neighbouring column tiles (an odd last stage is a chunk by itself). Columns that
+// the matrix does not have are tiles of zeros, so that all stages are alike. A unit is all columns of row_warps row
+// tiles: whole stages. A matrix is its units, one after the other, then a scale for each row where the format (or a
+// tensor scale) has one. So a block that owns a range of units reads one contiguous stream.
 //
 //   unit   [n_stages]  stage                      row_warps · 16 rows, all columns
-//   stage  [tiles] codes, [tiles] meta, padding   tile (column tile k, row tile r): k · row_warps + r
+//   stage  [tiles] codes, [tiles] meta, padding   warp (k, row tile r): k · row_warps + r; its column: column_tile_of
+//
+// The order of every sum follows from it, whoever computes it: a warp's tiles of a chunk from left to right, the warps
+// of a chunk by ascending k, then the chunks.
 //
 // In a gated matrix (gate and up, Epilogue::kGated*) rows 0..7 of a row tile are gate rows and rows 8..15 the up rows
 // of the same outputs.
@@ -52,8 +55,8 @@ BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
 }
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kMatvecWarps = 11;       // of a block that multiply; k_warps · row_warps of them have tiles
-inline constexpr int kMatvecMaxStages = 9;    // of the ring
+inline constexpr int kMatvecWarps = 16;       // of a block that multiply; k_warps · row_warps of them have tiles
+inline constexpr int kChunkStages = 2;
 inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 
 // One matrix of one format: parts stacked one under the other (q, k, v), or gate and up.
@@ -82,8 +85,45 @@ struct MatvecPlan {
   int64_t packed_bytes = 0;         // of device memory, to be aligned to 128 bytes
 
   int stage_tiles() const { return k_warps * row_warps; }
+  int n_chunks() const { return (n_stages + kChunkStages - 1) / kChunkStages; }
   int64_t outputs() const { return gated ? rows / 2 : rows; }   // columns of y
 };
+
+// What the scales of x are multiplied by (codec.cuh: kXScale of each format).
+constexpr float codec_x_scale(Format format) {
+  switch (format) {
+    case Format::kFp4G128:
+    case Format::kNvfp4: return 0.5f;
+    case Format::kQ4_0:
+    case Format::kQ4_1:
+    case Format::kQ4_K: return 1.0f / 16;
+    case Format::kQ5_0:
+    case Format::kQ5_1:
+    case Format::kQ5_K: return 1.0f / 8;
+    case Format::kQ6_K: return 0.25f;
+    default: return 1.0f;
+  }
+}
+// Stages that the decode kernel likes to copy at a time: both of a chunk where its tiles are small.
+BERYL_HOST_DEVICE constexpr int slot_stages(Format format) {
+  const TileShape tile = tile_shape(format);
+  return tile.code_bytes + tile.meta_bytes <= 1280 ? kChunkStages : 1;
+}
+// Which column tile warp k has in a stage, and the other way round.
+BERYL_HOST_DEVICE constexpr int column_tile_of(int n_stages, int k_warps, int stage, int k) {
+  const bool paired = stage < n_stages / kChunkStages * kChunkStages;
+  return paired ? (stage / kChunkStages * k_warps + k) * kChunkStages + stage % kChunkStages : stage * k_warps + k;
+}
+struct StageWarp {
+  int stage;
+  int k;
+};
+BERYL_HOST_DEVICE constexpr StageWarp stage_of_column(int n_stages, int k_warps, int column_tile) {
+  const int paired = n_stages / kChunkStages * kChunkStages * k_warps;
+  if (column_tile >= paired) return {n_stages - 1, column_tile - paired};
+  const int chunk = column_tile / (kChunkStages * k_warps), within = column_tile % (kChunkStages * k_warps);
+  return {chunk * kChunkStages + within % kChunkStages, within / kChunkStages};
+}
 
 // n_sms only weighs how evenly units spread; the layout (and with it the order of every sum) depends on it.
 MatvecPlan plan_matvec(const MatvecSource& source, int n_sms);
@@ -100,56 +140,17 @@ void pack_matvec(const MatvecPlan& plan, const MatvecSource& source, std::byte* 
 // decode.h, so that it can be compared bit for bit. tensor scales are applied as decode_row does. out: [cols].
 void unpack_row(const MatvecPlan& plan, const std::byte* packed, int64_t row, float* out);
 
-// How a launch is cut. The shared memory of a block: the ring, x, partial sums, small things.
 struct MatvecDevice {
   int n_sms = 1;
   int shared_per_block = 0;         // bytes a block may use (cudaDevAttrMaxSharedMemoryPerBlockOptin)
   int shared_per_sm = 0;            // cudaDevAttrMaxSharedMemoryPerMultiprocessor
 };
-struct MatvecLaunch {
-  int n_blocks = 0;
-  int ring_stages = 0;
-  int chunk_stages = 0;             // stages of a unit for which x is prepared at a time
-  int n_chunks = 0;
-  int batch_units = 0;              // units whose partial sums are kept before they are added up
-  int x_bytes = 0;                  // codes of x for one chunk
-  int scale_bytes = 0;              // scales of x, sums of x
-  int partial_bytes = 0;            // of one of the two buffers
-  int shared_bytes = 0;
-};
-// n_blocks == 0: so many rows of x do not fit beside the ring; launch fewer at a time (sums stay the same).
-MatvecLaunch plan_launch(const MatvecPlan& plan, int n_rows, const MatvecDevice& device);
+// The device's numbers; throws Error(kDevice).
+MatvecDevice matvec_device();
 
 // Units of block `block`: [block_unit(block), block_unit(block + 1)).
 BERYL_HOST_DEVICE inline int block_unit(int n_units, int block, int n_blocks) {
   return static_cast<int>(static_cast<int64_t>(n_units) * block / n_blocks);
-}
-
-// The order in which a block reads its stages: batches of units; in a batch the chunks of x; in a chunk the units; in a
-// unit its stages. With one chunk that is the order in which they lie.
-struct StageOrder {
-  int n_units;                      // of the block
-  int n_stages;                     // of a unit
-  int batch_units;
-  int chunk_stages;
-};
-struct StagePlace {
-  int unit;                         // of the block
-  int stage;                        // of the unit
-};
-BERYL_HOST_DEVICE inline StagePlace stage_place(const StageOrder& order, int index) {
-  const int batch_stages = order.batch_units * order.n_stages;
-  const int batch = index / batch_stages;
-  index -= batch * batch_stages;
-  const int first_unit = batch * order.batch_units;
-  const int left = order.n_units - first_unit;
-  const int n_units = left < order.batch_units ? left : order.batch_units;
-  const int chunk = index / (n_units * order.chunk_stages);
-  index -= chunk * n_units * order.chunk_stages;
-  const int first_stage = chunk * order.chunk_stages;
-  const int stages_left = order.n_stages - first_stage;
-  const int stages = stages_left < order.chunk_stages ? stages_left : order.chunk_stages;
-  return {first_unit + index / stages, first_stage + index % stages};
 }
 
 }  // namespace beryl::cuda

@@ -133,33 +133,6 @@ TEST(MatvecLayoutTest, PlansAreAlignedAndWasteLittle) {
   }
 }
 
-TEST(MatvecLayoutTest, LaunchesFitIntoSharedMemory) {
-  const MatvecDevice devices[] = {
-      {132, 227 * 1024, 228 * 1024}, {108, 163 * 1024, 164 * 1024}, {128, 99 * 1024, 100 * 1024}};
-  for (const MatvecDevice& device : devices) {
-    for (const Format format : kFormats) {
-      for (const auto& [rows, cols] :
-           {std::pair<int64_t, int64_t>{8192, 3840}, {3840, 4096}, {262144, 640}, {3840, 15360}, {5376, 21504}}) {
-        if (!fits(format, cols)) continue;
-        const HostMatrix matrix = shape_only(format, rows, cols);
-        const MatvecPlan plan = plan_matvec({{&matrix}, false}, device.n_sms);
-        for (int n_rows = 1; n_rows <= kMatvecMaxRows; ++n_rows) {
-          const MatvecLaunch launch = plan_launch(plan, n_rows, device);
-          if (launch.n_blocks == 0) {
-            EXPECT_GT(n_rows, 1) << info(format).name << ": one row fits anywhere";
-            continue;
-          }
-          EXPECT_LE(launch.shared_bytes, device.shared_per_block);
-          EXPECT_GE(launch.ring_stages, 2);
-          EXPECT_LE(launch.ring_stages, kMatvecMaxStages);
-          EXPECT_GE(launch.chunk_stages * launch.n_chunks, plan.n_stages);
-          EXPECT_LT(launch.chunk_stages * (launch.n_chunks - 1), plan.n_stages);
-        }
-      }
-    }
-  }
-}
-
 TEST(MatvecLayoutTest, BlocksShareUnitsEvenly) {
   for (const int n_units : {1, 5, 131, 132, 133, 512, 1920}) {
     for (const int n_blocks : {1, 5, 132}) {
@@ -174,24 +147,23 @@ TEST(MatvecLayoutTest, BlocksShareUnitsEvenly) {
   }
 }
 
-TEST(MatvecLayoutTest, EveryStageIsReadOnceAndInTheOrderOfItsChunks) {
-  for (const int n_units : {1, 2, 7, 16}) {
-    for (const int n_stages : {1, 2, 5, 8}) {
-      for (const int batch : {1, 3, 8}) {
-        for (const int chunk : {1, 2, 8}) {
-          const StageOrder order = {n_units, n_stages, batch, std::min(chunk, n_stages)};
-          std::vector<StagePlace> expected;     // the loops of the kernel
-          for (int u = 0; u < n_units; u += batch)
-            for (int c = 0; c < n_stages; c += order.chunk_stages)
-              for (int i = u; i < std::min(u + batch, n_units); ++i)
-                for (int s = c; s < std::min(c + order.chunk_stages, n_stages); ++s) expected.push_back({i, s});
-          for (int i = 0; i < n_units * n_stages; ++i) {
-            const StagePlace place = stage_place(order, i);
-            EXPECT_EQ(place.unit, expected[static_cast<size_t>(i)].unit);
-            EXPECT_EQ(place.stage, expected[static_cast<size_t>(i)].stage);
+TEST(MatvecLayoutTest, ColumnTilesOfAChunkAreNeighboursOfOneWarp) {
+  for (const int k_warps : {1, 5, 15, 16}) {
+    for (const int n_stages : {1, 2, 3, 4, 7, 8}) {
+      std::set<int> seen;
+      for (int stage = 0; stage < n_stages; ++stage) {
+        for (int k = 0; k < k_warps; ++k) {
+          const int tile = column_tile_of(n_stages, k_warps, stage, k);
+          EXPECT_TRUE(seen.insert(tile).second);
+          const StageWarp at = stage_of_column(n_stages, k_warps, tile);
+          EXPECT_EQ(at.stage, stage);
+          EXPECT_EQ(at.k, k);
+          if (stage % 2 == 1) {
+            EXPECT_EQ(tile, column_tile_of(n_stages, k_warps, stage - 1, k) + 1);
           }
         }
       }
+      EXPECT_EQ(*seen.rbegin(), n_stages * k_warps - 1);
     }
   }
 }

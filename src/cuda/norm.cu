@@ -1,8 +1,10 @@
 // Norms of whole rows: as a pass of its own before a matrix product of many rows (norm_rows), and between blocks
 // (add_norm). One block a row (or a group of a row); everything stays in L2, so the time is latency: one round trip for
 // the loads, two barriers for the sum, one round trip for the stores.
+#include "base/error.h"
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
+#include "cuda/row_math.cuh"
 
 namespace beryl::cuda {
 
@@ -49,40 +51,37 @@ __global__ void __launch_bounds__(kThreads) norm_rows_kernel(NormRowsArgs args) 
   }
 }
 
+// Sums and results exactly as where the decode kernel has this op within a Linear (decode_linear.cuh).
+constexpr int kMaxSums = 1024;      // groups of 128 columns of one norm
+
 __global__ void __launch_bounds__(kThreads) add_norm_kernel(AddNormArgs args) {
-  __shared__ float scratch[32];
+  __shared__ float sums[kMaxSums];
+  grid_wait();
   const int64_t row = blockIdx.y, first = blockIdx.x * args.group;
   const float* y = args.y.values + row * args.y.stride + first;
   const float* base = args.base.values == nullptr ? nullptr : args.base.values + row * args.base.stride + first;
   float* out = args.out.values + row * args.out.stride + first;
-  // Norm weights depend on nothing, so they are fetched before the wait.
-  float weight[kHeld];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_groups = static_cast<int>((args.group + 127) / 128);
+  float factor = 1.0f;
+  if (args.normalise) {
+    for (int group = warp; group < n_groups; group += kThreads / 32) {
+      float x[4];
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int64_t column = threadIdx.x + int64_t{i} * kThreads;
-    weight[i] = args.normalise && args.weight != nullptr && column < args.group ? __ldg(args.weight + column) : 1.0f;
-  }
-  grid_wait();
-  float held[kHeld], held_base[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int64_t column = threadIdx.x + int64_t{i} * kThreads;
-    held_base[i] = base != nullptr && column < args.group ? base[column] : 0.0f;
-    if (!args.normalise) held[i] = column < args.group ? y[column] : 0.0f;
-  }
-  const float factor = args.normalise ? inverse_rms(y, args.group, args.eps, held, scratch) : 1.0f;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int64_t column = threadIdx.x + int64_t{i} * kThreads;
-    if (column < args.group) {
-      const float value = args.normalise ? held[i] * factor * weight[i] : held[i];
-      out[column] = (held_base[i] + value) * args.scale;
+      for (int i = 0; i < 4; ++i) {
+        const int64_t column = int64_t{group} * 128 + lane * 4 + i;
+        x[i] = column < args.group ? y[column] : 0.0f;
+      }
+      const float sum = group_squares(make_float4(x[0], x[1], x[2], x[3]));
+      if (lane == 0) sums[group] = sum;
     }
+    __syncthreads();
+    factor = norm_factor_of(sums, n_groups, 1.0f / static_cast<float>(args.group), args.eps);
   }
-  for (int64_t column = threadIdx.x + int64_t{kHeld} * kThreads; column < args.group; column += kThreads) {
+  for (int64_t column = threadIdx.x; column < args.group; column += kThreads) {
     float value = y[column];
-    if (args.normalise) value = value * factor * (args.weight == nullptr ? 1.0f : __ldg(args.weight + column));
-    out[column] = ((base == nullptr ? 0.0f : base[column]) + value) * args.scale;
+    if (args.normalise)
+      value = __fmul_rn(__fmul_rn(value, factor), args.weight == nullptr ? 1.0f : __ldg(args.weight + column));
+    out[column] = __fmul_rn(__fadd_rn(base == nullptr ? 0.0f : base[column], value), args.scale);
   }
 }
 
@@ -93,6 +92,7 @@ void launch_norm_rows(const LaunchContext& context, const NormRowsArgs& args, in
 }
 
 void launch_add_norm(const LaunchContext& context, const AddNormArgs& args, int64_t n_rows) {
+  BERYL_CHECK(args.group <= int64_t{kMaxSums} * 128, "a norm of up to 131,072 columns");
   const auto groups = static_cast<unsigned>(args.cols / args.group);
   launch(context, {.grid = {groups, static_cast<unsigned>(n_rows)}, .block = kThreads, .name = "AddNorm"}, add_norm_kernel,
          args);

@@ -18,7 +18,8 @@ struct PackedMatrix {
   int64_t rows;
   int64_t cols;
   int row_warps;
-  int columns_a_stage;              // column tiles of a full stage
+  int k_warps;
+  int n_stages;
   int n_column_tiles;
   int tile_columns;
   int code_bytes;
@@ -31,7 +32,7 @@ struct PackedMatrix {
 inline PackedMatrix packed_matrix(const MatvecPlan& plan, const uint8_t* packed) {
   const TileShape tile = tile_shape(plan.format);
   return {packed,         plan.format,       plan.gated,      plan.rows,       plan.cols,
-          plan.row_warps, plan.k_warps, plan.n_column_tiles, tile.columns, tile.code_bytes,
+          plan.row_warps, plan.k_warps,      plan.n_stages,   plan.n_column_tiles, tile.columns, tile.code_bytes,
           tile.meta_bytes, plan.stage_bytes, plan.unit_bytes, plan.scales_offset};
 }
 
@@ -47,12 +48,11 @@ BERYL_HOST_DEVICE inline PackedTileRow packed_tile_row(const PackedMatrix& matri
   const int64_t half = matrix.rows / 2;
   const int64_t tile = matrix.gated ? row % half / 8 : row / kTileRows;
   const int r = static_cast<int>(matrix.gated ? row % half % 8 + row / half * 8 : row % kTileRows);
-  const int stage = column_tile / matrix.columns_a_stage, within = column_tile % matrix.columns_a_stage;
-  const int columns = matrix.columns_a_stage;
-  const int index = within * matrix.row_warps + static_cast<int>(tile % matrix.row_warps);
-  const uint8_t* at = matrix.packed + tile / matrix.row_warps * matrix.unit_bytes + stage * matrix.stage_bytes;
+  const StageWarp place = stage_of_column(matrix.n_stages, matrix.k_warps, column_tile);
+  const int index = place.k * matrix.row_warps + static_cast<int>(tile % matrix.row_warps);
+  const uint8_t* at = matrix.packed + tile / matrix.row_warps * matrix.unit_bytes + place.stage * matrix.stage_bytes;
   PackedTileRow result = {at + index * matrix.code_bytes,
-                          at + columns * matrix.row_warps * matrix.code_bytes + index * matrix.meta_bytes, r, 1.0f};
+                          at + matrix.k_warps * matrix.row_warps * matrix.code_bytes + index * matrix.meta_bytes, r, 1.0f};
   if (matrix.scales_offset != 0)
     memcpy(&result.row_scale, matrix.packed + matrix.scales_offset + (tile * kTileRows + r) * 4, 4);
   return result;

@@ -146,4 +146,21 @@ using Op = std::variant<Embed, Linear, QkvFinish, Attention, AddNorm, Route, Exp
 
 const char* op_name(const Op& op);  // "AddNorm"
 
+// Calls function(rows, written) for all rows that an op reads (false) and then for those that it writes (true).
+template <class Function>
+void for_each_rows(const Op& op, Function&& function) {
+  const auto call = [&](bool written, auto... all) {
+    (void)((all.present() ? function(all, written) : void()), ...);
+  };
+  if (const auto* o = std::get_if<Embed>(&op)) call(true, o->out);
+  if (const auto* o = std::get_if<Linear>(&op)) call(false, o->x, o->other), call(true, o->y);
+  if (const auto* o = std::get_if<QkvFinish>(&op)) call(false, o->qkv), call(true, o->qkv);
+  if (const auto* o = std::get_if<Attention>(&op)) call(false, o->q), call(true, o->out);
+  if (const auto* o = std::get_if<AddNorm>(&op)) call(false, o->base, o->y), call(true, o->out);
+  if (const auto* o = std::get_if<Route>(&op)) call(false, o->x), call(true, o->routes);
+  if (const auto* o = std::get_if<Experts>(&op)) call(false, o->x, o->routes), call(true, o->y);
+  if (const auto* o = std::get_if<GatherRows>(&op)) call(false, o->x), call(true, o->out);
+  if (const auto* o = std::get_if<Sample>(&op)) call(false, o->logits);
+}
+
 }  // namespace beryl

@@ -249,6 +249,18 @@ void check_shapes(const Program& program) {
   for (const Op& op : program.ops) std::visit(ShapeCheck(program), op);
 }
 
+bool only_passes(const Program& program, int slot) {
+  if (slot == program.residual_slot || program.rows[static_cast<size_t>(slot)].kind == RowsKind::kLogits) return false;
+  bool written = false, passes = false;
+  for (const Op& op : program.ops)
+    for_each_rows(op, [&](Rows rows, bool writes) {
+      if (rows.slot != slot) return;
+      passes = !writes && written;
+      written |= writes;
+    });
+  return passes;
+}
+
 std::string to_text(const Program& program) {
   std::string text;
   int layer = -2;

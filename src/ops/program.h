@@ -61,6 +61,10 @@ struct Program {
 // Aborts (BERYL_CHECK) when an op's shapes disagree; so the loops that run it have nothing left to check.
 void check_shapes(const Program& program);
 
+// Whether the rows of a slot only carry values from one op to a later one: after a run of the whole list a backend need not
+// have them in memory. The residual stream and logits never do.
+bool only_passes(const Program& program, int slot);
+
 // How large one run is: what the costs below depend on.
 struct StepShape {
   int64_t n_tokens = 1;

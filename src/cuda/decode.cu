@@ -1,0 +1,215 @@
+// The decode kernel's frame: the copying warp, the walk through the phases, and the launch.
+#include "cuda/decode.h"
+
+#include "base/error.h"
+#include "cuda/decode_attention.cuh"
+#include "cuda/decode_linear.cuh"
+
+namespace beryl::cuda {
+
+namespace {
+
+// ---- the copying warp ----
+
+// Without bulk copies the lanes copy 16 bytes each, and a slot is full when all their copies have landed.
+__device__ __forceinline__ void copy_slot(unsigned char* to, const unsigned char* from, int n_bytes, uint64_t* full, uint64_t policy, int lane) {
+#if BERYL_BULK_COPY
+  if (lane == 0) bulk_copy(to, from, static_cast<uint32_t>(n_bytes), full, policy);
+#else
+  (void)policy;
+  for (int i = lane * 16; i < n_bytes; i += 32 * 16) copy16_async(shared_address(to + i), from + i, 16);
+  barrier_arrive_after_copies(full);
+#endif
+}
+
+// The same order as run_linear: batches of units, in a batch the chunks, in a chunk the units, in a unit its stages.
+__device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
+#if BERYL_BULK_COPY
+  if (block.lane != 0) return;
+  const uint64_t policy = evict_first_policy();
+#else
+  const uint64_t policy = 0;
+#endif
+  RingPlace ring;
+  bool filled = false;                             // the ring has been full once: slots must be free again
+  const WeightStream* at = block.args.streams;
+  WeightStream next = *at;
+  const int n_blocks = static_cast<int>(gridDim.x);
+  while (next.weights != nullptr) {
+    const WeightStream s = next;
+    next = *++at;                                  // here, so that it is there in time
+    const int rotated = (static_cast<int>(blockIdx.x) + s.rotation) % n_blocks;
+    const int first = block_unit(s.n_units, rotated, n_blocks), n_units = block_unit(s.n_units, rotated + 1, n_blocks) - first;
+    const int batch = max(1, block.args.partial_floats / (s.unit_partials * block.args.n_rows));
+    const int stages_a_slot = min(s.slot_stages, block.args.slot_bytes / s.stage_bytes);
+    for (int unit = 0; unit < n_units; unit += batch) {
+      const int count = min(batch, n_units - unit);
+      for (int stage = 0; stage < s.n_stages; stage += kChunkStages) {
+        const int end = min(stage + kChunkStages, s.n_stages);
+        for (int u = 0; u < count; ++u) {
+          const unsigned char* from = s.weights + (first + unit + u) * s.unit_bytes;
+          for (int i = stage; i < end; i += stages_a_slot) {
+            if (filled) barrier_wait(&block.small->empty[ring.slot], ring.parity ^ 1);
+            copy_slot(block.ring + ring.slot * block.args.slot_bytes, from + i * int64_t{s.stage_bytes},
+                      min(stages_a_slot, end - i) * s.stage_bytes, &block.small->full[ring.slot], policy, block.lane);
+            ring.next(block.args.n_slots);
+            if (ring.slot == 0) filled = true;
+          }
+        }
+      }
+    }
+  }
+#if !BERYL_BULK_COPY
+  commit_copies();
+  wait_copies<0>();
+#endif
+}
+
+template <int kTiles>
+__global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
+  extern __shared__ __align__(128) unsigned char decode_shared[];
+  const DecodeBlock block(args, decode_shared);
+  DecodeShared* small = block.small;
+  const int lane = block.lane;
+  if (threadIdx.x == kDecodeConsumers) {
+    for (int s = 0; s < args.n_slots; ++s) {
+      barrier_init(&small->full[s], BERYL_BULK_COPY ? 1 : 32);
+      barrier_init(&small->empty[s], kMatvecWarps);
+    }
+    barrier_init_fence();
+  }
+  constexpr int kPhaseWords = sizeof(DecodePhase) / 16;
+  static_assert(kPhaseWords <= 32);
+  if (block.warp == 0) {
+    if (lane < kMatvecWarps) small->places[lane] = {0, 0, 0, 0};
+    small->tables[0][lane] = kPositiveLow;
+    small->tables[1][lane] = kNegativeLow;
+    small->tables[2][lane] = ~0u;
+    if (lane < kPhaseWords) reinterpret_cast<uint4*>(&small->phases[0])[lane] = reinterpret_cast<const uint4*>(args.phases)[lane];
+    if (lane < args.n_rows) {
+      small->positions[lane] = args.positions[lane];
+      small->sequences[lane] = args.sequences[lane];
+    }
+    const uint32_t odd = lane < kDecodeRows ? ~args.flags[lane] & 1u : 0u;
+    const uint32_t flags = __ballot_sync(kAllLanes, odd != 0);
+    if (lane == 0) small->flags = flags;
+  }
+  __syncthreads();
+  if (block.warp >= kMatvecWarps) {
+    give_registers<32>();
+    if (block.warp == kMatvecWarps) copy_weights(block);
+  } else {
+    take_registers<112>();
+#pragma unroll 1
+    for (;;) {
+      // Everything afresh in each turn: what is kept in registers from phase to phase is not there for the work within.
+      const DecodeBlock now(args, afresh(decode_shared));
+      const int index = now.small->places[now.warp].phase;
+      DecodePhase& phase = now.small->phases[index % kHeldPhases];
+      if (phase.kind == PhaseKind::kEnd) break;
+      // The next phase comes while this one runs, and is there for all behind its last barrier.
+      if (now.thread < kPhaseWords)
+        copy16_async(shared_address(reinterpret_cast<uint4*>(&now.small->phases[(index + 1) % kHeldPhases]) + now.thread),
+                     reinterpret_cast<const uint4*>(args.phases + index + 1) + now.thread, 16);
+      commit_copies();
+      const auto hold_next = [] { wait_copies<0>(); };
+      if (phase.kind == PhaseKind::kLinear) run_linear<kTiles>(args, decode_shared, &phase.linear, hold_next);
+      else run_attention(args, decode_shared, phase.attention, hold_next);
+      const DecodeBlock then(args, afresh(decode_shared));
+      __syncwarp();
+      if (then.lane == 0) ++then.small->places[then.warp].phase;
+      __syncwarp();
+    }
+  }
+  // The last block counts the launch and stores the residual: by then all have read the flags and the old residual.
+  __syncthreads();
+  uint32_t* finished = args.flags + kDecodeRows;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    small->flags = atomicAdd(finished, 1u) + 1 == gridDim.x ? 1 : 0;
+  }
+  __syncthreads();
+  if (small->flags == 0) return;
+  if (threadIdx.x == 0) *finished = 0;
+  if (static_cast<int>(threadIdx.x) < args.n_rows) args.flags[threadIdx.x] += 1;
+  if (args.residual_out == nullptr) return;
+  const int64_t n = args.n_rows * args.residual_cols;
+  const float* from = args.residual + int64_t{blockIdx.x} * kDecodeRows * args.residual_cols;
+  for (int64_t i = threadIdx.x; i < n; i += kDecodeThreads) args.residual_out[i] = from[i];
+}
+
+int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "device");
+  check(cudaDeviceGetAttribute(&value, which, device), "device");
+  return value;
+}
+int round_up(int value, int to) { return (value + to - 1) / to * to; }
+
+}  // namespace
+
+MatvecDevice matvec_device() {
+  return {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+}
+
+int attention_scratch_bytes(int head_dim, int heads_of_kv) {
+  return AttentionScratch::bytes(head_dim, heads_of_kv < kUnitHeads ? heads_of_kv : kUnitHeads, 0);
+}
+int attention_row_bytes(int head_dim) { return 2 * head_dim * 2; }
+
+bool decode_attends(int head_dim, CacheElement element, int window) {
+  return (head_dim == 64 || head_dim == 128 || head_dim == 256 || head_dim == 512) && element != CacheElement::kF32 && decodes_window(window);
+}
+int64_t decode_partial_floats(int n_heads, int head_dim) { return int64_t{n_heads} * kMaxDecodeUnits * head_dim; }
+int64_t decode_partial_states(int n_heads) { return int64_t{n_heads} * kMaxDecodeUnits * kStateCopies; }
+
+DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
+  constexpr int kPartialBytes = 16 * 1024;         // of one buffer, where there is room: batches of several units
+  DecodeCut cut;
+  cut.sum_groups = needs.sum_groups;
+  cut.x_bytes = round_up(n_rows * (2 * needs.group_bytes + 40), 16);
+  cut.partials_at = round_up(kMatvecWarps * cut.x_bytes, 128);
+  const int unit_bytes = needs.unit_partials * n_rows * 4;
+  const int attention = needs.attention_bytes > 0 ? needs.attention_bytes + n_rows * needs.attention_row_bytes : 0;
+  const int small = static_cast<int>(sizeof(DecodeShared)) + 2 * n_rows * round_up(needs.sum_groups, 4) * 4;
+  // Few partial sums, so that the ring is long; more only where attention needs the room anyway.
+  int partial_bytes = unit_bytes > kPartialBytes / 2 ? unit_bytes : kPartialBytes / 2;
+  if (attention - cut.partials_at > 2 * partial_bytes) partial_bytes = (attention - cut.partials_at) / 2 / 16 * 16;
+  cut.partial_floats = partial_bytes / 4;
+  const int scratch = cut.partials_at + 2 * partial_bytes;
+  cut.scratch_bytes = round_up(scratch > attention ? scratch : attention, 128);
+  if (cut.scratch_bytes < AttentionScratch::kMergeBytes) cut.scratch_bytes = round_up(AttentionScratch::kMergeBytes, 128);
+  const int left = shared_per_block - cut.scratch_bytes - small;
+  for (const int slot : {needs.slot_bytes, needs.stage_bytes}) {
+    if (slot <= 0 || left / slot < (slot == needs.slot_bytes ? 3 : 2)) continue;
+    cut.slot_bytes = slot;
+    cut.n_slots = left / slot < kDecodeMaxSlots ? left / slot : kDecodeMaxSlots;
+    break;
+  }
+  // Attention alone has no weights.
+  if (needs.stage_bytes == 0 && left >= 0) cut.slot_bytes = 0, cut.n_slots = 1;
+  if (cut.n_slots == 0) return {};
+  cut.shared_bytes = cut.n_slots * cut.slot_bytes + cut.scratch_bytes + small;
+  return cut;
+}
+
+void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCut& cut, int n_blocks) {
+  BERYL_CHECK(args.n_rows >= 1 && args.n_rows <= kDecodeRows && cut.n_slots > 0, "the decode kernel takes 1 to 8 rows");
+  args.slot_bytes = cut.slot_bytes;
+  args.n_slots = cut.n_slots;
+  args.x_bytes = cut.x_bytes;
+  args.partials_at = cut.partials_at;
+  args.partial_floats = cut.partial_floats;
+  args.scratch_bytes = cut.scratch_bytes;
+  args.sum_groups = (cut.sum_groups + 3) / 4 * 4;
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(n_blocks));
+  shape.block = dim3(kDecodeThreads);
+  shape.shared_bytes = cut.shared_bytes;
+  shape.cooperative = true;
+  shape.name = "decode step";
+  launch(context, shape, args.n_rows <= 4 ? decode_kernel<1> : decode_kernel<2>, args);
+}
+
+}  // namespace beryl::cuda

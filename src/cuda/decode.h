@@ -1,0 +1,51 @@
+// The decode kernel: all linear and attention ops of a step for 1 to 8 rows as one launch.
+//
+// One block a multiprocessor stays there for the whole step. One of its warps copies the block's share of the weights of
+// all phases through a ring in shared memory, as fast as memory gives them and without waiting for anything but free
+// slots; the others go through the phases. Between phases there are no barriers of the grid: results go from block to
+// block as exchange rows (decode_phase.h). So memory does not idle while a phase ends and the next one begins.
+//
+// The blocks wait for each other, so all of them must be on the device at once: the launch is cooperative.
+#pragma once
+
+#include "cuda/decode_phase.h"
+
+namespace beryl::cuda {
+
+// How shared memory is cut; slots of a ring, or 0 where so many rows do not fit.
+struct DecodeCut {
+  int slot_bytes = 0;
+  int n_slots = 0;
+  int x_bytes = 0;
+  int partials_at = 0;
+  int partial_floats = 0;
+  int scratch_bytes = 0;
+  int sum_groups = 0;
+  int shared_bytes = 0;
+};
+
+// What a list of phases needs of shared memory; the largest of all phases.
+struct DecodeNeeds {
+  int slot_bytes = 0;               // of a slot with all the stages that a phase likes to have in one
+  int stage_bytes = 0;              // of a slot with one stage
+  int group_bytes = 256;            // of a group of x (codec.cuh)
+  int unit_partials = 0;            // floats, a row of x
+  int attention_bytes = 0;          // of kDecodeRows rows
+  int attention_row_bytes = 0;      // less for each row fewer
+  int sum_groups = 0;
+};
+DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block);
+
+// Scratch of attention units for one row, and for each further row.
+int attention_scratch_bytes(int head_dim, int heads_of_kv);
+int attention_row_bytes(int head_dim);
+// Head widths and caches that the kernel attends to.
+bool decode_attends(int head_dim, CacheElement element, int window);
+// Floats and states of the partial sums of one row.
+int64_t decode_partial_floats(int n_heads, int head_dim);
+int64_t decode_partial_states(int n_heads);
+
+// args.slot_bytes etc. are set from the cut.
+void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCut& cut, int n_blocks);
+
+}  // namespace beryl::cuda

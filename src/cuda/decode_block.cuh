@@ -1,0 +1,144 @@
+// What all parts of the decode kernel share: a block's shared memory, its ring of weights, and exchange rows.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/async.cuh"
+#include "cuda/decode_phase.h"
+#include "cuda/device.cuh"
+#include "cuda/row_math.cuh"
+
+namespace beryl::cuda {
+
+inline constexpr int kDecodeConsumers = kMatvecWarps * 32;     // threads that compute
+// And the warp that copies weights, in a group of four: only whole groups can hand registers over to others.
+inline constexpr int kDecodeThreads = kDecodeConsumers + 128;
+inline constexpr int kDecodeMaxSlots = 16;
+inline constexpr int kHeldPhases = 4;                           // warps are less than this many phases apart
+
+// Where a warp is, kept in shared memory through what does not need it.
+struct alignas(16) WarpPlace {
+  int phase;
+  int slot;                         // of the ring
+  uint32_t parity;
+  int buffer;                       // of the two for partial sums
+};
+
+// Shared memory: the ring, the scratch (x and partial sums, or what attention needs), this, sums of norms.
+struct DecodeShared {
+  alignas(16) DecodePhase phases[kHeldPhases];
+  alignas(8) uint64_t full[kDecodeMaxSlots];
+  uint64_t empty[kDecodeMaxSlots];
+  WarpPlace places[kMatvecWarps];
+  uint32_t tables[3][32];           // E2m1Tables, a copy a lane
+  int32_t positions[kDecodeRows];
+  int32_t sequences[kDecodeRows];
+  uint32_t flags;                   // bit r: the flag of row r in this launch
+};
+
+// A warp's place in the ring.
+struct RingPlace {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next(int n_slots) {
+    if (++slot == n_slots) slot = 0, parity ^= 1;
+  }
+};
+
+// The same object of shared memory, by an address that the compiler cannot relate to the first: so each part of the kernel
+// computes its own pointers and loads what it needs of a phase by itself, instead of keeping all of it in registers through
+// everything else. Spilled registers would come back from the L2.
+template <class T>
+__device__ __forceinline__ T* afresh(T* object) {
+  uint32_t address = shared_address(object);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
+// Likewise the thread's number.
+__device__ __forceinline__ int thread_afresh() {
+  int thread = static_cast<int>(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
+struct DecodeBlock {
+  const DecodeArgs& args;
+  unsigned char* ring;
+  unsigned char* scratch;
+  DecodeShared* small;
+  float* add_sums;                  // [n_rows][sum_groups]: squares of a group of 128 columns
+  float* norm_sums;
+  int thread, warp, lane;
+
+  __device__ __forceinline__ DecodeBlock(const DecodeArgs& a, unsigned char* shared)
+      : args(a), ring(shared), scratch(shared + a.n_slots * a.slot_bytes),
+        small(reinterpret_cast<DecodeShared*>(scratch + a.scratch_bytes)),
+        add_sums(reinterpret_cast<float*>(small + 1)), norm_sums(add_sums + a.n_rows * a.sum_groups),
+        thread(thread_afresh()), warp(thread / 32), lane(thread % 32) {}
+  __device__ __forceinline__ static void barrier() { partial_block_barrier<kDecodeConsumers>(); }
+  __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
+};
+
+// ---- exchange rows ----
+
+// Longer than any step; a value that never comes is an error in this program, and better a fault than a machine that
+// hangs.
+inline constexpr uint32_t kMaxPolls = 1u << 23;
+
+__device__ __forceinline__ uint32_t load_shared_word(const float* from) {
+  uint32_t bits;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
+  return bits;
+}
+__device__ __forceinline__ uint4 load_shared_words(const float* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_word(float* to, uint32_t bits) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+}
+__device__ __forceinline__ void count_poll(uint32_t& polls) {
+  if (++polls > kMaxPolls) __trap();
+}
+
+__device__ __forceinline__ float without_flag(uint32_t bits) { return __uint_as_float(bits & ~1u); }
+
+// All lanes ask for one word: many that ask for all of a row would fill the L2's queues.
+__device__ __forceinline__ void await_word(const float* at, uint32_t flag) {
+  for (uint32_t polls = 0; (load_shared_word(at) ^ flag) & 1u;) count_poll(polls);
+}
+__device__ __forceinline__ float load_exchange(const float* from, uint32_t flag) {
+  for (uint32_t polls = 0;;) {
+    const uint32_t bits = load_shared_word(from);
+    if (((bits ^ flag) & 1u) == 0) return without_flag(bits);
+    count_poll(polls);
+  }
+}
+// Two groups of 128 columns at once; where there is one, twice the same.
+struct TwoGroups {
+  float4 v[2];
+};
+__device__ __forceinline__ TwoGroups load_exchange_groups(const float* first, const float* second, uint32_t flag) {
+  for (uint32_t polls = 0;;) {
+    const uint4 a = load_shared_words(first), b = load_shared_words(second);
+    const uint32_t wrong = (a.x ^ flag) | (a.y ^ flag) | (a.z ^ flag) | (a.w ^ flag) | (b.x ^ flag) | (b.y ^ flag) | (b.z ^ flag) | (b.w ^ flag);
+    if ((wrong & 1u) == 0)
+      return {{make_float4(without_flag(a.x), without_flag(a.y), without_flag(a.z), without_flag(a.w)),
+               make_float4(without_flag(b.x), without_flag(b.y), without_flag(b.z), without_flag(b.w))}};
+    count_poll(polls);
+  }
+}
+__device__ __forceinline__ float load_row(const PhaseRows& rows, int row, int64_t col, uint32_t flag) {
+  const float* from = rows.values + row * int64_t{rows.stride} + col;
+  return rows.exchange ? load_exchange(from, flag) : __ldcg(from);
+}
+__device__ __forceinline__ void store_row(const PhaseRows& rows, int row, int64_t col, float value, uint32_t flag) {
+  store_shared_word(rows.values + row * int64_t{rows.stride} + col, round_result(value) | (rows.exchange ? flag : 0u));
+}
+
+}  // namespace beryl::cuda

@@ -1,0 +1,136 @@
+// What the decode kernel (decode.h) does, one after the other: phases, as plain data in device memory.
+//
+// Rows that go from one phase to the next within a launch lie in exchange rows: f32 whose lowest bit is a flag. It flips
+// with every launch that writes the row, so a reader waits for a value by reading it: no counters, no fences, no barrier
+// of the grid. To have the same bits everywhere, all results of the kernel are rounded to the 23 bits above the flag,
+// those that leave the launch too (their flag is 0).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/kernels.h"
+#include "cuda/matvec_layout.h"
+
+namespace beryl::cuda {
+
+inline constexpr int kDecodeRows = kMatvecMaxRows;
+inline constexpr int kDecodeFlagWords = 16;     // of DecodeArgs::flags
+
+enum class DecodeEpilogue : uint8_t {
+  kStore,
+  kGatedGelu,                       // gelu_tanh(gate) · up; gated tiles
+  kGatedSilu,
+  kGeluTimesOther,                  // gelu_tanh(W h) · other
+  kTimesGeluOther,                  // (W h) · gelu_tanh(other): up, where gate has another format and was stored before
+  kTimesSiluOther,
+  kSoftcap,
+};
+
+// Rows of a phase; `exchange`: with flags.
+struct PhaseRows {
+  float* values;
+  int32_t stride;                   // values from row to row
+  bool exchange;
+};
+
+// The weights of a phase as the copying warp sees them.
+struct WeightStream {
+  const uint8_t* weights;           // null: the end of the list
+  int64_t unit_bytes;
+  int32_t n_units;
+  int32_t n_stages;                 // of a unit
+  int32_t stage_bytes;
+  int32_t slot_stages;              // stages of one copy, 1 or 2, where a slot of the ring has room for two
+  int32_t unit_partials;            // k_warps · row_warps · n_chunks · 16: floats of a unit's partial sums, a row of x
+  int32_t rotation;                 // which block has the first units: so that the same ones do not always have more
+};
+
+// What a phase's x is: rows, or the residual stream, after it took the result of an earlier phase.
+struct LinearPhase {
+  WeightStream stream;
+  const float* row_scales;          // [n_row_tiles · 16], null: 1
+  PhaseRows x;                      // when !residual
+  PhaseRows y;
+  PhaseRows other;                  // of the epilogues that take another
+
+  // residual = (residual + norm(add)) · add_scale where add.values is not null.
+  PhaseRows add;
+  const float* add_weight;          // null: 1
+  const float* residual_in;         // rows with the residual's stride; null: this launch's own copy
+  const float* norm_weight;         // null: 1
+  float add_eps, add_scale, norm_eps, softcap;
+
+  int32_t residual_stride;
+  int32_t cols;
+  int32_t outputs;                  // columns of y
+  int32_t tile_codes;               // bytes of a stage's codes
+  int16_t k_warps, row_warps;
+  int16_t n_chunks;
+  float x_scale;                    // what the scales of x are multiplied by (codec.cuh: kXScale)
+  Format format;
+  DecodeEpilogue epilogue;
+  bool gated;
+  bool residual;
+  bool add_norm;                    // false: a plain sum
+  bool has_norm;
+};
+
+// QkvFinish and Attention of one layer, or Attention alone (finish = false: q is ready and all keys are in the cache).
+struct AttentionPhase {
+  PhaseRows q;                      // [n_heads · head_dim], raw or finished
+  PhaseRows kv;                     // the rows that hold the raw keys (first) and values of new tokens; null: no new ones
+  PhaseRows out;
+  const float* q_weight;
+  const float* k_weight;
+  const float* v_weight;
+  const float* q_rope;              // [n_rows][2][head_dim / 2]
+  const float* k_rope;
+  CacheView cache;
+  const int32_t* table;             // [max_sequences][n_entries]
+  int32_t n_entries;
+  int32_t n_heads;
+  int32_t window;
+  int32_t kv_heads_before;          // query heads in front of the keys in `kv`
+  float q_eps, k_eps, v_eps;
+  float scale, softcap;
+  bool finish;                      // norms and rope of q
+  bool q_norm, k_norm, v_norm;
+  bool v_from_k;
+  bool appends;                     // new keys and values go into the cache
+};
+
+enum class PhaseKind : int32_t { kEnd, kLinear, kAttention };
+
+struct alignas(16) DecodePhase {
+  PhaseKind kind;
+  union {
+    LinearPhase linear;
+    AttentionPhase attention;
+  };
+};
+static_assert(sizeof(DecodePhase) <= 320);
+
+// Of one launch.
+struct DecodeArgs {
+  const DecodePhase* phases;        // ends with kEnd
+  const WeightStream* streams;      // of the linear phases, in order; ends with null weights
+  int32_t n_rows;
+  const int32_t* positions;         // [n_rows]
+  const int32_t* sequences;
+  float* residual;                  // [blocks][kDecodeRows][residual_cols]: each block's own copy
+  int64_t residual_cols;
+  float* residual_out;              // [n_rows] rows, residual_cols apart: where the last block puts it; null: nowhere
+  float* partial_sums;              // [n_rows][heads][kMaxDecodeUnits][head_dim], all ones where nothing waits
+  float2* partial_states;           // [n_rows][heads][kMaxDecodeUnits][16], likewise
+  uint32_t* flags;                  // [kDecodeRows]: launches that wrote the row so far; then the count of finished blocks
+
+  // Cut of shared memory, in bytes.
+  int32_t slot_bytes, n_slots;
+  int32_t x_bytes;                  // of one warp
+  int32_t partials_at;              // from the scratch's begin
+  int32_t partial_floats;           // of one of the two buffers
+  int32_t scratch_bytes;
+  int32_t sum_groups;               // groups of 128 columns of the widest normed row
+};
+
+}  // namespace beryl::cuda

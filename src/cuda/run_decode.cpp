@@ -1,0 +1,212 @@
+// Launches of the decode kernel: the plan's phases with pointers, made once, and what a launch adds.
+#include "cuda/cuda_executor.h"
+
+namespace beryl::cuda {
+
+namespace {
+
+DecodeEpilogue decode_epilogue(const Linear& linear, const PlannedPhase& phase, const MatrixPiece& piece) {
+  if (phase.gate_only) return DecodeEpilogue::kStore;
+  switch (linear.epilogue) {
+    case Epilogue::kGatedGelu: return piece.gated ? DecodeEpilogue::kGatedGelu : DecodeEpilogue::kTimesGeluOther;
+    case Epilogue::kGatedSilu: return piece.gated ? DecodeEpilogue::kGatedSilu : DecodeEpilogue::kTimesSiluOther;
+    case Epilogue::kGeluTimesOther: return DecodeEpilogue::kGeluTimesOther;
+    case Epilogue::kSoftcap: return DecodeEpilogue::kSoftcap;
+    case Epilogue::kStore: break;
+  }
+  return DecodeEpilogue::kStore;
+}
+
+}  // namespace
+
+PhaseRows CudaExecutor::phase_rows(const PlannedRows& planned, int64_t col) const {
+  PhaseRows rows = {};
+  if (!planned.rows.present()) return rows;
+  rows.exchange = planned.exchange >= 0;
+  if (rows.exchange) {
+    rows.values = buffers_.as<float>(layout_.decode_exchange) + planned.exchange + col;
+    rows.stride = static_cast<int32_t>(layout_.decode.exchange_floats);
+  } else {
+    const RowsView own = view(planned.rows);
+    rows.values = own.values + col;
+    rows.stride = static_cast<int32_t>(own.stride);
+  }
+  return rows;
+}
+
+LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) const {
+  const Linear& op = std::get<Linear>(program_.ops[static_cast<size_t>(planned.op)]);
+  const MatrixPiece& piece = layout_.matrices[static_cast<size_t>(op.weight.index)].pieces[static_cast<size_t>(planned.piece)];
+  const MatvecPlan& plan = piece.plan;
+  const auto* weights = buffers_.as<uint8_t>(piece.buffer);
+  LinearPhase phase = {};
+  phase.stream = {weights,
+                  plan.unit_bytes,
+                  plan.n_units,
+                  plan.n_stages,
+                  plan.stage_bytes,
+                  slot_stages(plan.format),
+                  plan.stage_tiles() * plan.n_chunks() * kTileRows,
+                  index};
+  phase.row_scales = plan.scales_offset != 0 ? reinterpret_cast<const float*>(weights + plan.scales_offset) : nullptr;
+  phase.x = phase_rows(planned.x, 0);
+  phase.y = phase_rows(planned.y, piece.row_begin);
+  phase.other = phase_rows(planned.other, planned.other.exchange >= 0 ? 0 : piece.row_begin);
+  // The second of two pieces of a gated matrix has the same outputs as the first.
+  if (!piece.gated && (op.epilogue == Epilogue::kGatedGelu || op.epilogue == Epilogue::kGatedSilu)) {
+    phase.y = phase_rows(planned.y, 0);
+    phase.other = phase_rows(planned.other, 0);
+  }
+  phase.residual = planned.residual;
+  phase.add_scale = 1;
+  if (planned.add_op >= 0) {
+    const AddNorm& add = std::get<AddNorm>(program_.ops[static_cast<size_t>(planned.add_op)]);
+    phase.add = phase_rows(planned.add, 0);
+    phase.add_norm = add.norm.present;
+    phase.add_weight = vector(add.norm.weight);
+    phase.add_eps = add.norm.eps;
+    phase.add_scale = add.scale;
+  }
+  if (planned.residual && planned.residual_first)
+    phase.residual_in = buffers_.as<float>(layout_.rows[static_cast<size_t>(program_.residual_slot)]);
+  phase.residual_stride = static_cast<int32_t>(layout_.decode.residual_cols);
+  phase.has_norm = op.norm.present;
+  phase.norm_weight = vector(op.norm.weight);
+  phase.norm_eps = op.norm.eps;
+  phase.softcap = op.softcap;
+  phase.cols = static_cast<int32_t>(plan.cols);
+  phase.outputs = static_cast<int32_t>(plan.outputs());
+  phase.tile_codes = plan.stage_tiles() * tile_shape(plan.format).code_bytes;
+  phase.k_warps = static_cast<int16_t>(plan.k_warps);
+  phase.row_warps = static_cast<int16_t>(plan.row_warps);
+  phase.n_chunks = static_cast<int16_t>(plan.n_chunks());
+  phase.x_scale = codec_x_scale(plan.format);
+  phase.format = plan.format;
+  phase.epilogue = decode_epilogue(op, planned, piece);
+  phase.gated = piece.gated;
+  return phase;
+}
+
+AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned) const {
+  const Attention& op = std::get<Attention>(program_.ops[static_cast<size_t>(planned.op)]);
+  const TokenView token = token_view(op.cache);
+  AttentionPhase phase = {};
+  phase.q = phase_rows(planned.x, 0);
+  phase.out = phase_rows(planned.y, 0);
+  phase.cache = cache_view(op.cache);
+  phase.table = token.table;
+  phase.n_entries = token.n_entries;
+  phase.n_heads = op.n_heads;
+  phase.window = program_.groups[static_cast<size_t>(program_.caches[static_cast<size_t>(op.cache)].group)].window;
+  phase.scale = op.scale;
+  phase.softcap = op.softcap;
+  const auto rope_of = [&](int rope) { return rope < 0 ? nullptr : buffers_.as<float>(layout_.ropes[static_cast<size_t>(rope)]); };
+  if (planned.finish_op >= 0) {
+    const QkvFinish& finish = std::get<QkvFinish>(program_.ops[static_cast<size_t>(planned.finish_op)]);
+    phase.finish = true;
+    phase.q_norm = finish.q_norm.present;
+    phase.q_weight = vector(finish.q_norm.weight);
+    phase.q_eps = finish.q_norm.eps;
+    phase.q_rope = rope_of(finish.rope);
+  }
+  if (planned.source_op >= 0) {
+    const QkvFinish& source = std::get<QkvFinish>(program_.ops[static_cast<size_t>(planned.source_op)]);
+    phase.kv = phase_rows(planned.kv, 0);
+    phase.kv_heads_before = source.n_heads;
+    phase.k_norm = source.k_norm.present;
+    phase.v_norm = source.v_norm.present;
+    phase.k_weight = vector(source.k_norm.weight);
+    phase.v_weight = vector(source.v_norm.weight);
+    phase.k_eps = source.k_norm.eps;
+    phase.v_eps = source.v_norm.eps;
+    phase.k_rope = rope_of(source.rope);
+    phase.v_from_k = source.v_from_k;
+    phase.appends = planned.source_op == planned.finish_op;
+  }
+  return phase;
+}
+
+// Phases and streams of all lists, one behind the other, to the device.
+void CudaExecutor::send_decode_phases() {
+  std::vector<DecodePhase> phases;
+  std::vector<WeightStream> streams;
+  const auto add = [&](const std::vector<DecodeSegment>& segments, std::vector<DecodeList>& lists) {
+    for (const DecodeSegment& segment : segments) {
+      DecodeList list;
+      list.phases_at = static_cast<int64_t>(phases.size());
+      list.streams_at = static_cast<int64_t>(streams.size());
+      list.index = n_decode_lists_;
+      if (!segment.phases.empty()) ++n_decode_lists_;
+      int index = 0;
+      for (const PlannedPhase& planned : segment.phases) {
+        DecodePhase phase;
+        std::memset(static_cast<void*>(&phase), 0, sizeof(phase));
+        phase.kind = planned.kind;
+        if (planned.kind == PhaseKind::kLinear) {
+          phase.linear = linear_phase(planned, index++);
+          streams.push_back(phase.linear.stream);
+        } else {
+          phase.attention = attention_phase(planned);
+        }
+        phases.push_back(phase);
+      }
+      if (!segment.phases.empty()) {
+        DecodePhase end;
+        std::memset(static_cast<void*>(&end), 0, sizeof(end));
+        phases.push_back(end);
+        streams.push_back({});
+      }
+      const int rows = std::min(limits_.max_tokens, kDecodeRows);
+      list.cuts.resize(static_cast<size_t>(kDecodeRows) + 1);
+      if (!segment.phases.empty())
+        for (int n = 1; n <= rows; ++n)
+          list.cuts[static_cast<size_t>(n)] = cut_decode(segment.needs, n, device_.matvec.shared_per_block);
+      lists.push_back(std::move(list));
+    }
+  };
+  add(layout_.decode.segments, decode_segments_);
+  add(layout_.decode.single, decode_single_);
+  BERYL_CHECK(static_cast<int>(phases.size()) == layout_.decode.n_phases(), "as many phases as were planned");
+  if (phases.empty()) return;
+  check(cudaMemcpy(buffers_.as<DecodePhase>(layout_.decode_phases), phases.data(), phases.size() * sizeof(phases[0]), cudaMemcpyHostToDevice),
+        "sending the decode phases");
+  check(cudaMemcpy(buffers_.as<WeightStream>(layout_.decode_streams), streams.data(), streams.size() * sizeof(streams[0]), cudaMemcpyHostToDevice),
+        "sending the decode phases");
+  // Where no sum waits there are ones.
+  const int64_t rows = std::min(limits_.max_tokens, kDecodeRows);
+  if (layout_.decode.partial_floats > 0) {
+    check(cudaMemset(buffers_.as<float>(layout_.decode_partials), 0xff, static_cast<size_t>(rows * layout_.decode.partial_floats * 4)), "clearing sums");
+    check(cudaMemset(buffers_.as<float2>(layout_.decode_states), 0xff, static_cast<size_t>(rows * layout_.decode.partial_states * 8)), "clearing sums");
+  }
+}
+
+bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& list) {
+  if (segment.phases.empty() || n_tokens_ > kDecodeRows) return false;
+  const int64_t rows = segment.gathers ? n_tokens_ : list_rows(segment);
+  if (segment.gathers && n_outputs_ != n_tokens_) return false;
+  if (rows == 0) return true;
+  const DecodeCut& cut = list.cuts[static_cast<size_t>(rows)];
+  if (cut.n_slots == 0) return false;
+  DecodeArgs args = {};
+  args.phases = buffers_.as<DecodePhase>(layout_.decode_phases) + list.phases_at;
+  args.streams = buffers_.as<WeightStream>(layout_.decode_streams) + list.streams_at;
+  args.n_rows = static_cast<int32_t>(rows);
+  args.positions = input<int32_t>(layout_.positions_at);
+  args.sequences = input<int32_t>(layout_.sequences_at);
+  args.residual = buffers_.as<float>(layout_.decode_residual);
+  args.residual_cols = layout_.decode.residual_cols;
+  if (segment.changes_residual) args.residual_out = buffers_.as<float>(layout_.rows[static_cast<size_t>(program_.residual_slot)]);
+  args.partial_sums = buffers_.as<float>(layout_.decode_partials);
+  args.partial_states = buffers_.as<float2>(layout_.decode_states);
+  args.flags = buffers_.as<uint32_t>(layout_.decode_flags) + int64_t{list.index} * kDecodeFlagWords;
+  launch_decode(context_, args, cut, device_.matvec.n_sms);
+  return true;
+}
+
+// Rows of a single op's launch: of its outputs where it reads gathered rows.
+int64_t CudaExecutor::list_rows(const DecodeSegment& segment) const {
+  const PlannedPhase& first = segment.phases.front();
+  return first.residual || !first.x.rows.present() ? n_tokens_ : n_rows(first.x.rows);
+}
+
+}  // namespace beryl::cuda
