@@ -8,6 +8,7 @@ with the greedy ids of `beryl trace` (which in turn are compared with the golden
 real: SmolLM2 and Gemma 3 270M; exit status 77 when neither is there.
 """
 import json
+import math
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ import resource
 import select
 import shutil
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -70,7 +72,7 @@ def ids_text(ids):
 
 
 class HelpTest(CliTest):
-    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench", "verify", "quantize")
+    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench", "perplexity", "verify", "quantize")
 
     def test_alone_it_helps(self):
         texts = [self.succeed(*arguments).stdout.decode() for arguments in ([], ["--help"], ["-h"], ["help"])]
@@ -135,6 +137,13 @@ class WrongUseTest(CliTest):
             (["bench", model, "-b", "0"], "-b is '0'"),
             (["bench", model, "-d", "1,,2"], "-d is '1,,2'"),
             (["bench", model, "--allocate", "9999999999"], "--allocate is '9999999999'"),
+            (["perplexity", model], "FILE"),
+            (["perplexity", model, out, "--ctx", "1"], "--ctx is '1'"),
+            (["perplexity", model, out, "--ctx", "16", "--skip", "15"], "--skip is 15", "14", "16"),
+            (["perplexity", model, out, "--skip", "-1"], "--skip is '-1'"),
+            (["perplexity", model, out, "--against", "exact"], "--against is 'exact'", "reference"),
+            (["perplexity", model, out, "--margin", "nan"], "--margin is 'nan'"),
+            (["perplexity", model, out, "-o", "csv"], "-o is 'csv'", "json"),
             (["verify", "--filter", "no such case"], "no such case"),
             (["trace", model, "-o", out, "--ids", "1", "--greedy", "-1"], "--greedy", "'-1'"),
         ]
@@ -187,7 +196,7 @@ class FailureTest(CliTest):
         empty = self.folder / "empty"
         empty.mkdir()
         commands = {"run": ["-p", "x"], "inspect": [], "tokenize": ["x"],
-                    "trace": ["--ids", "1", "-o", self.folder / "out.safetensors"]}
+                    "trace": ["--ids", "1", "-o", self.folder / "out.safetensors"], "perplexity": [text]}
         for command, rest in commands.items():
             for path, *parts in ((self.folder / "absent.gguf", "absent.gguf"), (text, "GGUF"), (empty, "config.json")):
                 with self.subTest(command=command, path=path.name):
@@ -197,6 +206,7 @@ class FailureTest(CliTest):
         self.assert_fails(beryl("run", GOLDEN / "llama", "-p", "x"), 1, "tokenizer", "--ids")
         self.assert_fails(beryl("tokenize", GOLDEN / "llama", "x"), 1, "tokenizer")
         self.assert_fails(beryl("trace", GOLDEN / "llama", "-p", "x", "-o", self.folder / "o"), 1, "tokenizer")
+        self.assert_fails(beryl("perplexity", GOLDEN / "llama", __file__), 1, "tokenizer")
 
     def test_a_prompt_longer_than_the_context_names_both_numbers(self):
         result = beryl("run", self.model, "--raw", "--ctx", "16", "-p", "x" * 17)
@@ -221,6 +231,10 @@ class FailureTest(CliTest):
         out.unlink()
         self.assert_fails(beryl("trace", self.sick, "--ids", "1,2", "--greedy", "3", "-o", out), 1, "not finite")
         self.assertFalse(out.exists())
+
+    def test_a_perplexity_of_numbers_that_are_not_finite_names_the_first(self):
+        result = beryl("perplexity", self.sick, __file__, "--ctx", "16", "--device", "cpu")
+        self.assert_fails(result, 1, "cpu: the logits after token 8 of window 0 are not finite")
 
     def test_standard_input_without_an_end_is_refused(self):
         with open("/dev/zero", "rb") as zeros:
@@ -444,13 +458,93 @@ class BenchTest(CliTest):
         self.assertIn("| tg5 @ d20 x2 of 100 |", table)
 
 
+class PerplexityTest(CliTest):
+    TEXT = "“Free as in freedom,” she said, and the café closed at ½ past ten. " * 3
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.model = make_speaking_model(cls.folder / "model")
+        cls.file = cls.folder / "text.txt"
+        cls.file.write_text(cls.TEXT, encoding="utf-8")
+
+    def expected(self, model, ids, window, skip, bos, device):
+        """(negative log-likelihood, distribution) of each prediction that counts, from traces of the windows."""
+        found = []
+        for begin in range(0, len(ids) - window + 1, window):
+            ids_of_window = ids[begin:begin + window]
+            first = ids_of_window[0] if bos is None else bos
+            (_, vocab), logits = self.trace(model, "--ids", ids_text([first] + ids_of_window[1:]), "--device",
+                                            device)["logits"]
+            for row in range(skip, window - 1):
+                weights = [math.exp(value) for value in logits[row * vocab:(row + 1) * vocab]]
+                total = sum(weights)
+                probabilities = [weight / total for weight in weights]
+                found.append((-math.log(probabilities[ids_of_window[row + 1]]), probabilities))
+        return found
+
+    def test_equals_what_traces_of_the_windows_say(self):
+        with_bos = make_speaking_model(self.folder / "bos", bos=UNUSED)
+        for model, bos in ((self.model, None), (with_bos, UNUSED)):
+            ids = ([] if bos is None else [bos]) + list(self.TEXT.encode())
+            for window, options, skip in ((64, ["--chunk", "7"], 32), (50, ["--skip", "0"], 0), (2, [], 0)):
+                with self.subTest(bos=bos, window=window):
+                    result = json.loads(self.succeed("perplexity", model, self.file, "--device", "cpu", "--ctx", window,
+                                                     *options, "-o", "json").stdout)
+                    losses = [loss for loss, _ in self.expected(model, ids, window, skip, bos, "cpu")]
+                    mean = statistics.fmean(losses)
+                    error = statistics.stdev(losses) / math.sqrt(len(losses))
+                    self.assertEqual((result["n_tokens"], result["window_tokens"], result["n_skipped"]),
+                                     (len(ids), window, skip))
+                    self.assertEqual((result["n_windows"], result["n_scored"]), (len(ids) // window, len(losses)))
+                    self.assertEqual(result["device"], "cpu")
+                    self.assertGreater(result["tokens_per_second"], 0)
+                    for name, value in (("mean_nll", mean), ("nll_error", error), ("perplexity", math.exp(mean)),
+                                        ("perplexity_error", error * math.exp(mean))):
+                        self.assertAlmostEqual(result[name], value, delta=1e-7 * value, msg=name)
+
+    def test_compares_two_devices(self):
+        arguments = ["perplexity", self.model, self.file, "--device", "cpu", "--against", "reference", "--ctx", "64"]
+        result = json.loads(self.succeed(*arguments, "-o", "json").stdout)
+        self.assertEqual((result["device"], result["against"]["device"]), ("cpu", "reference"))
+        ids = list(self.TEXT.encode())
+        q, p = (self.expected(self.model, ids, 64, 32, None, device) for device in ("cpu", "reference"))
+        self.assertAlmostEqual(result["against"]["mean_nll"], statistics.fmean(loss for loss, _ in p), delta=1e-6)
+        divergences = [sum(a * math.log(a / b) for a, b in zip(each, other)) for (_, each), (_, other) in zip(p, q)]
+        self.assertAlmostEqual(result["mean_kl"], statistics.fmean(divergences), delta=1e-12)
+        self.assertAlmostEqual(result["largest_kl"], max(divergences), delta=1e-12)
+        self.assertEqual(result["n_flips"],
+                         sum(each.index(max(each)) != other.index(max(other)) for (_, each), (_, other) in zip(p, q)))
+        self.assertLessEqual(result["n_flips_below_margin"], result["n_flips"])
+        text = self.succeed(*arguments).stdout.decode()
+        self.assertRegex(text, r"\A\d+ tokens, \d+ of \d+ predictions counted: the last 31 of each window of 64\n"
+                               r"cpu +perplexity [\d.]+ \+- [\d.]+, [\d.]+ tok/s\nreference +perplexity [\d.]+ [^\n]+\n"
+                               r"KL +mean [^\n]+\ntop-1 flips +\d+ \([\d.]+ %\)[^\n]+\n\Z")
+        self.assertIn(f"perplexity {result['perplexity']:.4f} +- {result['perplexity_error']:.4f}", text)
+
+    def test_texts_that_cannot_be_used_are_one_line(self):
+        empty, short = self.folder / "empty.txt", self.folder / "short.txt"
+        empty.write_text("")
+        short.write_text("x" * 63)
+        for path, *parts in ((empty, "empty.txt: is empty"), (short, "too short", " 63 ", " 64 "),
+                             (self.folder / "absent.txt", "absent.txt"), (self.folder, "not a regular file")):
+            with self.subTest(path=path.name):
+                self.assert_fails(beryl("perplexity", self.model, path, "--ctx", "64"), 1, *parts)
+
+
 class DeviceTest(CliTest):
     """GPUs are hidden from the program under test (Program)."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.speaking = make_speaking_model(cls.folder / "speaking")
 
     def test_a_gpu_asked_for_that_is_not_there_is_one_line(self):
         out = self.folder / "out.safetensors"
         model = GOLDEN / "llama"
         for arguments in (["bench", model, "-p", "1", "-n", "1"], ["trace", model, "--ids", "1,2", "-o", out], ["verify"],
+                          ["perplexity", self.speaking, __file__],
                           ["bench", "--synthetic", "llama3.2-1b"]):
             with self.subTest(arguments=arguments):
                 result = beryl(*arguments, "--device", "cuda")

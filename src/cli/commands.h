@@ -17,6 +17,7 @@ Command add_inspect_command(CLI::App& program);
 Command add_tokenize_command(CLI::App& program);
 Command add_trace_command(CLI::App& program);
 Command add_bench_command(CLI::App& program);
+Command add_perplexity_command(CLI::App& program);
 Command add_verify_command(CLI::App& program);
 Command add_quantize_command(CLI::App& program);
 

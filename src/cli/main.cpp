@@ -32,6 +32,7 @@ Commands:
   tokenize    show a text as a model's tokens
   trace       write what a model computes to a file, to compare engines
   bench       measure how fast a model runs
+  perplexity  measure how well a model predicts a text
   verify      prove a backend on this machine against double precision
   quantize    write a model in other weight formats
 
@@ -87,7 +88,7 @@ int run_program(int argc, char** argv) {
   program.set_version_flag("--version", "beryl " BERYL_VERSION);
   const std::vector<Command> commands = {add_run_command(program), add_inspect_command(program),
                                          add_tokenize_command(program), add_trace_command(program),
-                                         add_bench_command(program),
+                                         add_bench_command(program), add_perplexity_command(program),
                                          add_verify_command(program), add_quantize_command(program)};
   if (argc <= 1 || (argc == 2 && std::string_view(argv[1]) == "help")) {
     write_output(kHelp);
