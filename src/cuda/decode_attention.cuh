@@ -491,7 +491,8 @@ struct AttentionUnit {
         }
       }
     }
-    if (u.units.count > 1 && block.warp < u.n_heads && block.lane < kStateCopies) {
+    // As many as the merge has readers: one that nobody takes would wait for a layer with wider heads.
+    if (u.units.count > 1 && block.warp < u.n_heads && block.lane < kDim / kMergeColumns) {
       const int64_t at = (int64_t{u.row} * p.n_heads + u.first_head + block.warp) * kMaxDecodeUnits + u.unit;
       leave_pair(block.args.partial_states + at * kStateCopies + block.lane, state[kUnitHeads + block.warp],
                  state[2 * kUnitHeads + block.warp]);

@@ -183,6 +183,8 @@ struct LinearBlock {
         n_groups((phase.cols + 127) / 128), has_tile(b.warp < phase.k_warps * phase.row_warps), writes(has_tile && r == 0),
         inverse_cols(1.0f / static_cast<float>(phase.cols)) {}
 
+  // Digits straight from what add_to_residual computes: only where no other warp writes the residual that this one reads.
+  __device__ __forceinline__ bool direct() const { return p.n_chunks == 1 && (p.row_warps == 1 || n_rows == 1); }
   __device__ __forceinline__ float* own_residual(int row, int col) const {
     return block.args.residual + (int64_t{blockIdx.x} * kDecodeRows + row) * block.args.residual_cols + col;
   }
@@ -268,7 +270,7 @@ struct LinearBlock {
   // x of all chunks that an AddNorm changes: its sums, a barrier, then the new residual. Digits are those of the only
   // chunk, or are prepared from the residual later.
   __device__ __forceinline__ void add_to_residual() const {
-    const bool one_chunk = p.n_chunks == 1;
+    const bool one_chunk = direct();
     TwoGroups kept = {};
     float4 residual[2] = {}, weight[2] = {}, add_weight[2] = {};
     const auto load_constants = [&](const ChunkColumns& columns) {
@@ -395,7 +397,7 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     function(LinearBlock(block, *afresh(phase)));
   };
   int first, n_units, batch, n_chunks, buffer;
-  bool adds;
+  bool adds, direct;
   {
     const LinearPhase& p = *afresh(phase);
     const int n_blocks = static_cast<int>(gridDim.x), rotated = (static_cast<int>(blockIdx.x) + p.stream.rotation) % n_blocks;
@@ -404,12 +406,13 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     batch = max(1, args.partial_floats / (p.stream.unit_partials * args.n_rows));
     n_chunks = p.n_chunks;
     adds = p.residual && p.add.values != nullptr;
+    direct = n_chunks == 1 && (p.row_warps == 1 || args.n_rows == 1);
     const DecodeBlock block(args, afresh(shared));
     buffer = block.small->places[block.warp].buffer;
   }
   if (adds) {
     step([](const LinearBlock& work) { work.add_to_residual(); });
-    if (n_chunks > 1) DecodeBlock::barrier();      // prepare() reads it back, in other warps too
+    if (!direct) DecodeBlock::barrier();           // prepare() reads it back, in other warps too
   }
   // The residual is everybody's, so x is prepared even where there are no units.
 #pragma unroll 1
@@ -421,7 +424,7 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
 #pragma unroll 1
     for (int chunk = 0; chunk < n_chunks; ++chunk) {
       if (unit == 0 || n_chunks > 1) {
-        if (!(adds && unit == 0 && n_chunks == 1)) step([&](const LinearBlock& work) { work.prepare(chunk, adds || unit > 0); });
+        if (!(adds && unit == 0 && direct)) step([&](const LinearBlock& work) { work.prepare(chunk, adds || unit > 0); });
       }
       step([&](const LinearBlock& work) {
         const LinearPhase& p = work.p;
@@ -448,6 +451,7 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
         RingPlace ring = {place.slot, place.parity};
         for (int i = 0; i < count * slots; ++i) {
           barrier_wait(&work.block.small->full[ring.slot], ring.parity);
+          __syncwarp();
           if (work.block.lane == 0) barrier_arrive(&work.block.small->empty[ring.slot]);
           ring.next(args.n_slots);
         }

@@ -170,7 +170,9 @@ TEST_F(PlanTest, AHeadWidthWithoutAKernelLeavesAttentionToItsOwn) {
   for (const DecodeSegment& segment : plan.segments)
     for (const PlannedPhase& phase : segment.phases) EXPECT_EQ(phase.kind, PhaseKind::kLinear);
   for (size_t op = 0; op < program_.ops.size(); ++op)
-    if (std::holds_alternative<Attention>(program_.ops[op])) EXPECT_TRUE(plan.single[op].phases.empty());
+    if (std::holds_alternative<Attention>(program_.ops[op])) {
+      EXPECT_TRUE(plan.single[op].phases.empty());
+    }
 }
 
 TEST_F(PlanTest, GateAndUpOfTwoFormatsAreTwoPhases) {

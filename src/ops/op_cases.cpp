@@ -861,7 +861,45 @@ void add_replay(Table& table, const std::string& what, int n_steps, const Geomet
   });
 }
 
+// Two layers of unlike head widths and a head, as a model has them: what a backend keeps from op to op and from layer to layer.
+void add_layers(Table& table, const std::string& what, Format format, int64_t ffn_dim, const std::vector<int64_t>& contexts) {
+  add(table, "Step", what, [=](CaseBuilder& builder) {
+    constexpr Geometry kSliding = {"sliding", 4, 2, 256, 128, 1e4, 256, true, false, 1};
+    constexpr Geometry kGlobal = {"global", 4, 1, 512, 0, 1e6, 128, true, true, 1};
+    const int64_t dim = 256, vocab = builder.program().vocab = 200;
+    const Rows residual = builder.slot("residual", dim, RowsKind::kResidual);
+    builder.program().residual_slot = residual.slot;
+    const Rows block = builder.slot("block", dim), hidden = builder.slot("hidden", ffn_dim);
+    const Rows gathered = builder.slot("gathered", dim, RowsKind::kResidual, RowCount::kOutputs);
+    const Rows logits = builder.slot("logits", vocab, RowsKind::kLogits, RowCount::kOutputs);
+    builder.op(Embed{builder.matrix({{Format::kBf16, vocab}}, dim), residual, 8});
+    for (const Geometry& geometry : {kSliding, kGlobal}) {
+      const int cache = builder.cache(geometry.n_kv_heads, geometry.head_dim, builder.group(geometry.window));
+      const QkvFinish finish = make_finish(builder, geometry, false, cache);
+      const int64_t q_cols = int64_t{geometry.n_heads} * geometry.head_dim;
+      const Rows attended = builder.slot("attended", q_cols);
+      builder.op(Linear{.weight = builder.matrix({{format, finish.qkv.cols}}, dim), .x = residual, .norm = builder.norm(dim), .y = finish.qkv});
+      builder.op(finish);
+      builder.op(Attention{finish.qkv.slice(0, q_cols), attended, geometry.n_heads, cache, geometry.scale / 4, 0});
+      builder.op(Linear{.weight = builder.matrix({{format, dim}}, q_cols), .x = attended, .norm = {}, .y = block});
+      builder.op(AddNorm{residual, residual, block, builder.norm(dim), 0, 1});
+      builder.op(Linear{.weight = builder.matrix({{format, ffn_dim}, {format, ffn_dim}}, dim), .x = residual, .norm = builder.norm(dim),
+                        .y = hidden, .epilogue = Epilogue::kGatedGelu});
+      builder.op(Linear{.weight = builder.matrix({{format, dim}}, ffn_dim), .x = hidden, .norm = {}, .y = block});
+      builder.op(AddNorm{residual, residual, block, builder.norm(dim), 0, 0.75f});
+    }
+    builder.op(GatherRows{residual, gathered});
+    builder.op(Linear{.weight = builder.matrix({{Format::kFp8, vocab}}, dim), .x = gathered, .norm = builder.norm(dim), .y = logits});
+    for (int64_t context : contexts) builder.sequence(context, 1);
+    builder.neighbour(90, 1);
+    builder.neighbour(3, 1);
+  });
+}
+
 void add_steps(Table& table) {
+  add_layers(table, "two layers, fp4, one row", Format::kFp4G128, 512, {200});
+  add_layers(table, "two layers, fp4, four rows", Format::kFp4G128, 2304, {200, 70, 0, 127});
+  add_layers(table, "two layers, q4_0, six rows", Format::kQ4_0, 2304, {300, 64, 63, 5, 191, 128});
   add_replay(table, "greedy, 3 runs with one input", 3, kGeometries[8], {0, 62, 63, 200}, {.n_logprobs = 2}, false);
   add_replay(
       table, "sampled with penalties, 4 runs with one input", 4, kGeometries[8], {5, 126, 127},
