@@ -109,17 +109,7 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* from) {
   if constexpr (kBytes == 8) return *reinterpret_cast<const uint2*>(from);
 }
 // E4M3 codes in bytes 0 and 1 of a word to two bf16; exact.
-__device__ __forceinline__ uint32_t codes_to_bf16(uint32_t two_bytes) {
-  const uint32_t high = byte_permute(two_bytes, 0, 0x1404);
-  const uint32_t bits = (high & 0x80008000u) | ((high & 0x7f007f00u) >> 4);
-  const __nv_bfloat162 scale = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));   // 2^120
-  __nv_bfloat162 value;
-  memcpy(&value, &bits, sizeof(bits));
-  value = __hmul2(value, scale);
-  uint32_t result;
-  memcpy(&result, &value, sizeof(result));
-  return result;
-}
+__device__ __forceinline__ uint32_t codes_to_bf16(uint32_t two_bytes) { return widen_e4m3(byte_permute(two_bytes, 0, 0x1404)); }
 
 template <int kDim, bool kFp8>
 struct AttentionUnit {
