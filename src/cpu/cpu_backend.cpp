@@ -22,8 +22,6 @@
 namespace beryl {
 namespace {
 
-bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
-
 // Attention of this many tokens at most may be cut along the keys; each needs room for its partial sums.
 constexpr int kMaxSplitTokens = 4;
 // Rows with fewer values in all are not worth waking the workers for.

@@ -5,15 +5,13 @@
 
 #include "base/error.h"
 #include "cuda/batch_kernel.cuh"
+#include "cuda/index_math.h"
 
 namespace beryl::cuda {
 
 namespace {
 
 constexpr int64_t kAlignment = 128;
-
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-int ceil_div(int64_t value, int64_t by) { return static_cast<int>((value + by - 1) / by); }
 
 BatchKernels find_kernels(Format format) {
   for (auto* family : {batch_e2m1_kernels, batch_integer_kernels, batch_k_kernels, batch_float_kernels}) {

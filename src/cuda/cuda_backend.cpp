@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <string_view>
 #include <fstream>
 
 #include "cuda/cuda_executor.h"
@@ -47,6 +48,8 @@ DeviceProperties find_device(int device) {
   DeviceProperties properties;
   properties.name = found.name;
   properties.device = device;
+  const char* whole_steps = std::getenv("BERYL_WHOLE_STEPS");
+  properties.whole_steps = whole_steps != nullptr && std::string_view(whole_steps) == "1";
   try {
     properties.programmatic = has_programmatic_code();
   } catch (const Error&) {

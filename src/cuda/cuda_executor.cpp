@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <string_view>
 
 #include <fmt/format.h>
 
@@ -20,13 +18,6 @@ namespace {
 
 constexpr size_t kMaxGraphs = 64;
 
-// Several ops in one launch of the decode kernel. Off by default as long as the golden models have not been seen to pass with it on
-// a GPU: the same ops then run one launch each, by the same kernel.
-bool wants_whole_steps() {
-  const char* value = std::getenv("BERYL_WHOLE_STEPS");
-  return value != nullptr && std::string_view(value) == "1";
-}
-
 int64_t sampled_bytes(const StepLimits& limits) {
   return limits.max_outputs * (static_cast<int64_t>(sizeof(DeviceSampled)) + kMaxLogprobs * 8);
 }
@@ -37,7 +28,6 @@ CudaExecutor::CudaExecutor(const Program& program, const StepLimits& limits, con
     : program_(program),
       limits_(limits),
       device_(device),
-      whole_steps_(wants_whole_steps()),
       layout_(make_layout(program_, limits_, device_)),
       buffers_(layout_.allocations),
       stream_(make_stream()),
@@ -177,7 +167,7 @@ void CudaExecutor::execute_range(size_t begin, size_t end) {
   size_t next = 0;
   for (size_t i = begin; i < end;) {
     while (next < segments.size() && segments[next].begin < static_cast<int>(i)) ++next;
-    if (whole_steps_ && next < segments.size() && segments[next].begin == static_cast<int>(i) && segments[next].end <= static_cast<int>(end) &&
+    if (next < segments.size() && segments[next].begin == static_cast<int>(i) && segments[next].end <= static_cast<int>(end) &&
         run_decode(segments[next], decode_segments_[next])) {
       i = static_cast<size_t>(segments[next].end);
       continue;

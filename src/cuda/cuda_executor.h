@@ -111,7 +111,6 @@ class CudaExecutor final : public Executor {
   const Program program_;
   const StepLimits limits_;
   const DeviceProperties device_;
-  const bool whole_steps_;            // segments of the decode plan as one launch each
   const MemoryLayout layout_;
   const DeviceBuffers buffers_;
   const Stream stream_;

@@ -1,9 +1,12 @@
 // The decode kernel's frame: the copying warp, the walk through the phases, and the launch.
 #include "cuda/decode.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 #include "cuda/decode_attention.cuh"
 #include "cuda/decode_linear.cuh"
+#include "cuda/index_math.h"
 
 namespace beryl::cuda {
 
@@ -144,7 +147,6 @@ int attribute(cudaDeviceAttr which) {
   check(cudaDeviceGetAttribute(&value, which, device), "device");
   return value;
 }
-int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
 }  // namespace
 
@@ -165,7 +167,7 @@ int64_t decode_partial_floats(int n_heads, int head_dim) { return int64_t{n_head
 int64_t decode_partial_states(int n_heads) { return int64_t{n_heads} * kMaxDecodeUnits * kStateCopies; }
 
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
-  constexpr int kPartialBytes = 16 * 1024;         // of one buffer, where there is room: batches of several units
+  constexpr int kPartialBytes = 8 * 1024;          // of one buffer, so that a batch has several units
   DecodeCut cut;
   cut.sum_groups = needs.sum_groups;
   cut.x_bytes = round_up(n_rows * (2 * needs.group_bytes + 40), 16);
@@ -174,7 +176,7 @@ DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block)
   const int attention = needs.attention_bytes > 0 ? needs.attention_bytes + n_rows * needs.attention_row_bytes : 0;
   const int small = static_cast<int>(sizeof(DecodeShared)) + 2 * n_rows * round_up(needs.sum_groups, 4) * 4;
   // Few partial sums, so that the ring is long; more only where attention needs the room anyway.
-  int partial_bytes = unit_bytes > kPartialBytes / 2 ? unit_bytes : kPartialBytes / 2;
+  int partial_bytes = std::max(unit_bytes, kPartialBytes);
   if (attention - cut.partials_at > 2 * partial_bytes) partial_bytes = (attention - cut.partials_at) / 2 / 16 * 16;
   cut.partial_floats = partial_bytes / 4;
   const int scratch = cut.partials_at + 2 * partial_bytes;

@@ -1,6 +1,7 @@
-// The decode kernel: all linear and attention ops of a step for 1 to 8 rows as one launch.
+// The decode kernel: linear and attention ops for 1 to 8 rows, any run of them that decode_plan.h puts together, one op or
+// all of a step, as one launch.
 //
-// One block a multiprocessor stays there for the whole step. One of its warps copies the block's share of the weights of
+// One block a multiprocessor stays there for the whole launch. One of its warps copies the block's share of the weights of
 // all phases through a ring in shared memory, as fast as memory gives them and without waiting for anything but free
 // slots; the others go through the phases. Between phases there are no barriers of the grid: results go from block to
 // block as exchange rows (decode_phase.h). So memory does not idle while a phase ends and the next one begins.
@@ -30,13 +31,13 @@ struct DecodeNeeds {
   int stage_bytes = 0;              // of a slot with one stage
   int group_bytes = 256;            // of a group of x (codec.cuh)
   int unit_partials = 0;            // floats, a row of x
-  int attention_bytes = 0;          // of kDecodeRows rows
-  int attention_row_bytes = 0;      // less for each row fewer
+  int attention_bytes = 0;          // without rows,
+  int attention_row_bytes = 0;      // and for each row
   int sum_groups = 0;
 };
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block);
 
-// Scratch of attention units for one row, and for each further row.
+// Scratch of attention units without rows, and for each row.
 int attention_scratch_bytes(int head_dim, int heads_of_kv);
 int attention_row_bytes(int head_dim);
 // Head widths and caches that the kernel attends to.

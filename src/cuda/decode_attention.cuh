@@ -244,7 +244,7 @@ struct AttentionUnit {
     for (uint32_t polls = 0;;) {
       uint32_t wrong = 0;
       for_pairs(kHalf, block.lane, [&](int i, int pair) {
-        const uint32_t first = load_shared_word(from + pair), second = load_shared_word(from + kHalf + pair);
+        const uint32_t first = load_common_word(from + pair), second = load_common_word(from + kHalf + pair);
         head.first[i] = __uint_as_float(first);
         head.second[i] = __uint_as_float(second);
         wrong |= (first ^ flag) | (second ^ flag);
@@ -575,8 +575,8 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
     if (unit >= n_units) break;
     float* from = block.args.partial_sums + (first + unit) * dim + column_block * kMergeColumns + lane;
     uint32_t bits;
-    for (uint32_t polls = 0; (bits = load_shared_word(from)) == ~0u;) count_poll(polls);
-    store_shared_word(from, ~0u);
+    for (uint32_t polls = 0; (bits = load_common_word(from)) == ~0u;) count_poll(polls);
+    store_common_word(from, ~0u);
     const float f = __shfl_sync(kAllLanes, factor, i);
     total = __fmaf_rn(__uint_as_float(bits), f, total);
     sum = __fmaf_rn(__shfl_sync(kAllLanes, state.y, i), f, sum);

@@ -86,12 +86,12 @@ struct DecodeBlock {
 // hangs.
 inline constexpr uint32_t kMaxPolls = 1u << 23;
 
-__device__ __forceinline__ uint32_t load_shared_word(const float* from) {
+__device__ __forceinline__ uint32_t load_common_word(const float* from) {
   uint32_t bits;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
   return bits;
 }
-__device__ __forceinline__ uint4 load_shared_words(const float* from) {
+__device__ __forceinline__ uint4 load_common_words(const float* from) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -99,7 +99,7 @@ __device__ __forceinline__ uint4 load_shared_words(const float* from) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void store_shared_word(float* to, uint32_t bits) {
+__device__ __forceinline__ void store_common_word(float* to, uint32_t bits) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
 }
 __device__ __forceinline__ void count_poll(uint32_t& polls) {
@@ -110,11 +110,11 @@ __device__ __forceinline__ float without_flag(uint32_t bits) { return __uint_as_
 
 // All lanes ask for one word: many that ask for all of a row would fill the L2's queues.
 __device__ __forceinline__ void await_word(const float* at, uint32_t flag) {
-  for (uint32_t polls = 0; (load_shared_word(at) ^ flag) & 1u;) count_poll(polls);
+  for (uint32_t polls = 0; (load_common_word(at) ^ flag) & 1u;) count_poll(polls);
 }
 __device__ __forceinline__ float load_exchange(const float* from, uint32_t flag) {
   for (uint32_t polls = 0;;) {
-    const uint32_t bits = load_shared_word(from);
+    const uint32_t bits = load_common_word(from);
     if (((bits ^ flag) & 1u) == 0) return without_flag(bits);
     count_poll(polls);
   }
@@ -125,7 +125,7 @@ struct TwoGroups {
 };
 __device__ __forceinline__ TwoGroups load_exchange_groups(const float* first, const float* second, uint32_t flag) {
   for (uint32_t polls = 0;;) {
-    const uint4 a = load_shared_words(first), b = load_shared_words(second);
+    const uint4 a = load_common_words(first), b = load_common_words(second);
     const uint32_t wrong = (a.x ^ flag) | (a.y ^ flag) | (a.z ^ flag) | (a.w ^ flag) | (b.x ^ flag) | (b.y ^ flag) | (b.z ^ flag) | (b.w ^ flag);
     if ((wrong & 1u) == 0)
       return {{make_float4(without_flag(a.x), without_flag(a.y), without_flag(a.z), without_flag(a.w)),
@@ -138,7 +138,7 @@ __device__ __forceinline__ float load_row(const PhaseRows& rows, int row, int64_
   return rows.exchange ? load_exchange(from, flag) : __ldcg(from);
 }
 __device__ __forceinline__ void store_row(const PhaseRows& rows, int row, int64_t col, float value, uint32_t flag) {
-  store_shared_word(rows.values + row * int64_t{rows.stride} + col, round_result(value) | (rows.exchange ? flag : 0u));
+  store_common_word(rows.values + row * int64_t{rows.stride} + col, round_result(value) | (rows.exchange ? flag : 0u));
 }
 
 }  // namespace beryl::cuda

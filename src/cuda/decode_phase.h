@@ -13,7 +13,7 @@
 
 namespace beryl::cuda {
 
-inline constexpr int kDecodeRows = kMatvecMaxRows;
+inline constexpr int kDecodeRows = 8;           // rows of x for one reading of the weights
 inline constexpr int kDecodeFlagWords = 16;     // of DecodeArgs::flags
 
 enum class DecodeEpilogue : uint8_t {

@@ -11,8 +11,6 @@ namespace beryl::cuda {
 
 namespace {
 
-bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
-
 bool contains(Rows outer, Rows inner) {
   return outer.slot == inner.slot && inner.col >= outer.col && inner.col + inner.cols <= outer.col + outer.cols;
 }
@@ -21,10 +19,10 @@ class Planner {
  public:
   Planner(const Program& program, const MemoryLayout& layout) : program_(program), layout_(layout) {}
 
-  DecodePlan plan() {
+  DecodePlan plan(bool whole_steps) {
     const int n = static_cast<int>(program_.ops.size());
     for (int op = 0; op < n; ++op) plan_.single.push_back(single(op));
-    for (int op = 0; op < n;) {
+    for (int op = 0; whole_steps && op < n;) {
       DecodeSegment segment = longest(op);
       if (segment.phases.empty()) {
         ++op;
@@ -267,6 +265,19 @@ int DecodePlan::n_phases() const {
   return static_cast<int>(n);
 }
 
-DecodePlan plan_decode(const Program& program, const MemoryLayout& layout) { return Planner(program, layout).plan(); }
+DecodeEpilogue decode_epilogue(Epilogue epilogue, bool together) {
+  switch (epilogue) {
+    case Epilogue::kGatedGelu: return together ? DecodeEpilogue::kGatedGelu : DecodeEpilogue::kTimesGeluOther;
+    case Epilogue::kGatedSilu: return together ? DecodeEpilogue::kGatedSilu : DecodeEpilogue::kTimesSiluOther;
+    case Epilogue::kGeluTimesOther: return DecodeEpilogue::kGeluTimesOther;
+    case Epilogue::kSoftcap: return DecodeEpilogue::kSoftcap;
+    case Epilogue::kStore: break;
+  }
+  return DecodeEpilogue::kStore;
+}
+
+DecodePlan plan_decode(const Program& program, const MemoryLayout& layout, bool whole_steps) {
+  return Planner(program, layout).plan(whole_steps);
+}
 
 }  // namespace beryl::cuda

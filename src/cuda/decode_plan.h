@@ -56,6 +56,10 @@ struct DecodePlan {
   int n_phases() const;             // of all lists, with their ends
 };
 
-DecodePlan plan_decode(const Program& program, const MemoryLayout& layout);
+// together: gate and up are packed as one matrix; else the epilogue is that of up, and gate was stored before.
+DecodeEpilogue decode_epilogue(Epilogue epilogue, bool together);
+
+// whole_steps: segments too, not only single ops.
+DecodePlan plan_decode(const Program& program, const MemoryLayout& layout, bool whole_steps);
 
 }  // namespace beryl::cuda

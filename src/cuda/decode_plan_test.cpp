@@ -81,7 +81,7 @@ class PlanTest : public ::testing::Test {
     emit(Sample{logits_});
     emit(Advance{});
   }
-  DecodePlan plan() {
+  DecodePlan plan(bool whole_steps = true) {
     program_.weights = &weights_;
     program_.vocab = kVocab;
     StepLimits limits;
@@ -89,7 +89,9 @@ class PlanTest : public ::testing::Test {
     limits.max_outputs = 8;
     limits.n_pages = {4};
     limits.n_entries = {4};
-    return make_layout(program_, limits, kDevice).decode;
+    DeviceProperties device = kDevice;
+    device.whole_steps = whole_steps;
+    return make_layout(program_, limits, device).decode;
   }
 
   WeightSet weights_;
@@ -145,6 +147,18 @@ TEST_F(PlanTest, WhatIsReadWithinTheLaunchIsExchangedAndTheRestIsNot) {
   }
   for (const DecodeSegment& single : plan.single)
     for (const PlannedPhase& phase : single.phases) EXPECT_LT(phase.y.exchange, 0) << "one op writes the program's own rows";
+}
+
+TEST_F(PlanTest, WithoutWholeStepsThereAreSinglesAndNothingIsExchanged) {
+  begin();
+  layer();
+  end();
+  const DecodePlan plan = this->plan(false);
+  EXPECT_TRUE(plan.segments.empty());
+  EXPECT_EQ(plan.exchange_floats, 0);
+  size_t singles = 0;
+  for (const DecodeSegment& single : plan.single) singles += single.phases.size();
+  EXPECT_EQ(singles, 6u);
 }
 
 TEST_F(PlanTest, OpsThatTheKernelDoesNotKnowCutTheStep) {

@@ -12,10 +12,6 @@ namespace beryl::cuda {
 
 namespace {
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
-
 // How the ops use a matrix.
 struct MatrixUse {
   bool linear = false;
@@ -295,7 +291,7 @@ class LayoutBuilder {
   }
 
   void lay_decode() {
-    layout_.decode = plan_decode(program_, layout_);
+    layout_.decode = plan_decode(program_, layout_, device_.whole_steps);
     const DecodePlan& plan = layout_.decode;
     if (plan.n_phases() == 0) return;
     const int64_t rows = std::min(limits_.max_tokens, kDecodeRows);

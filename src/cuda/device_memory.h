@@ -25,7 +25,7 @@ inline constexpr int64_t kPanelBytes = int64_t{32} << 20;      // bound of the e
 
 // A part of a matrix (or neighbouring parts of one format) as it lies on the device.
 struct MatrixPiece {
-  bool packed = false;              // tiles of the decode stream, else planes
+  bool packed = false;              // tiles (matvec_layout.h), else planes
   bool gated = false;               // packed: gate and up together
   int64_t row_begin = 0;            // first row of the whole matrix, over all parts
   int64_t rows = 0;
@@ -91,6 +91,9 @@ struct DeviceProperties {
   int device = 0;
   bool programmatic = false;
   bool has_fp8_cache = true;
+  // Several ops in one launch of the decode kernel (BERYL_WHOLE_STEPS=1). Off by default as long as the golden models have not
+  // been seen to pass with it on a GPU: the same ops then run one launch each, by the same kernel.
+  bool whole_steps = false;
   MatvecDevice matvec;
 };
 

@@ -1,5 +1,5 @@
-// Every op as launches: slots, weights and caches to pointers, and the choice between the decode kernel, the kernels for
-// planes and the matrix product.
+// Every op as launches: slots, weights and caches to pointers, and the choice between the decode kernel, batched products,
+// the kernels for planes and the matrix product.
 #include <algorithm>
 
 #include "cuda/cuda_executor.h"
@@ -13,8 +13,6 @@ RowsView offset(RowsView rows, int64_t col) {
   return rows.values == nullptr ? rows : RowsView{rows.values + col, rows.stride};
 }
 
-bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
-
 PlainEpilogue plain_epilogue(Epilogue epilogue) {
   switch (epilogue) {
     case Epilogue::kGeluTimesOther: return PlainEpilogue::kGeluTimesOther;
@@ -24,18 +22,6 @@ PlainEpilogue plain_epilogue(Epilogue epilogue) {
     case Epilogue::kStore: break;
   }
   return PlainEpilogue::kStore;
-}
-
-// Of a matrix in one piece, or one whose pieces lie side by side.
-DecodeEpilogue decode_epilogue(Epilogue epilogue) {
-  switch (epilogue) {
-    case Epilogue::kGatedGelu: return DecodeEpilogue::kGatedGelu;
-    case Epilogue::kGatedSilu: return DecodeEpilogue::kGatedSilu;
-    case Epilogue::kGeluTimesOther: return DecodeEpilogue::kGeluTimesOther;
-    case Epilogue::kSoftcap: return DecodeEpilogue::kSoftcap;
-    case Epilogue::kStore: break;
-  }
-  return DecodeEpilogue::kStore;
 }
 
 }  // namespace
@@ -137,12 +123,11 @@ void CudaExecutor::batch_linear(const Linear& op, int64_t n_rows) {
   if (is_gated(op.epilogue) && pieces.size() == 2) {
     const RowsView gate = {buffers_.as<float>(layout_.gated), op.y.cols};
     run_piece(pieces[0], gate, {}, DecodeEpilogue::kStore);
-    run_piece(pieces[1], y, gate,
-              op.epilogue == Epilogue::kGatedGelu ? DecodeEpilogue::kTimesGeluOther : DecodeEpilogue::kTimesSiluOther);
+    run_piece(pieces[1], y, gate, decode_epilogue(op.epilogue, false));
     return;
   }
   for (const MatrixPiece& piece : pieces)
-    run_piece(piece, offset(y, piece.row_begin), offset(other, piece.row_begin), decode_epilogue(op.epilogue));
+    run_piece(piece, offset(y, piece.row_begin), offset(other, piece.row_begin), decode_epilogue(op.epilogue, true));
 }
 
 // Weights that are not packed, for few rows.

@@ -7,11 +7,18 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "base/rng.h"
 #include "ops/program.h"
 
 namespace beryl::cuda {
+
+template <class T>
+constexpr T round_up(T value, std::type_identity_t<T> to) {
+  return (value + to - 1) / to * to;
+}
+constexpr int ceil_div(int64_t value, int64_t by) { return static_cast<int>((value + by - 1) / by); }
 
 inline constexpr int kMinSplitPositions = kPageTokens;
 inline constexpr int kMaxSplits = 128;       // a band that begins within a split has one more

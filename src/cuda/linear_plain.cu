@@ -1,4 +1,4 @@
-// y[t][r] = epilogue(W[r] · x[t]) from the plain layout: the path of matrices that the decode stream does not take.
+// y[t][r] = epilogue(W[r] · x[t]) from the plain layout: the path of matrices that are not packed.
 //
 // A warp owns a row of W and kRows rows of x; a lane reads 8 weights at a time. The order of each sum depends on the
 // columns alone, so a row's bits are the same in any batch. Moves W once for every kRows rows of x.

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/float_formats.h"
+#include "cuda/index_math.h"
 #include "weights/blocks.h"
 #include "weights/decode.h"
 
@@ -17,9 +18,6 @@ namespace {
 constexpr int kColumns = 128;                 // of a tile of integer or 8-bit codes
 constexpr int kHalfColumns = 64;              // of a tile of 16-bit weights
 constexpr int64_t kStageAlignment = 128;      // bulk copies of anything else lose a quarter of the bandwidth
-
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-int ceil_div(int64_t value, int64_t by) { return static_cast<int>((value + by - 1) / by); }
 
 template <class T>
 T load(const std::byte* from) {

@@ -1,5 +1,5 @@
-// How the decode kernel (matvec.h) wants a weight matrix to lie in device memory, and how its work is cut: host code,
-// tested without a GPU. docs/formats.md of the disk ends here; the kernel sees nothing but tiles.
+// How the kernels for few rows (decode.h, batch_linear.h) want a weight matrix to lie in device memory: host code, tested
+// without a GPU. docs/formats.md of the disk ends here; the kernels see nothing but tiles.
 //
 // A tile is 16 rows x 128 columns (64 for 16-bit weights): the codes in the order in which the lanes of one warp feed
 // them to the tensor cores, and its meta data (scales, mins). A stage is a tile for each warp that multiplies: k_warps
@@ -57,7 +57,6 @@ BERYL_HOST_DEVICE constexpr TileShape tile_shape(Format format) {
 inline constexpr int kTileRows = 16;
 inline constexpr int kMatvecWarps = 16;       // of a block that multiply; k_warps · row_warps of them have tiles
 inline constexpr int kChunkStages = 2;
-inline constexpr int kMatvecMaxRows = 8;      // rows of x for one reading of the weights
 
 // One matrix of one format: parts stacked one under the other (q, k, v), or gate and up.
 struct MatvecSource {
@@ -137,7 +136,7 @@ void pack_row_scales(const MatvecPlan& plan, const MatvecSource& source, float* 
 void pack_matvec(const MatvecPlan& plan, const MatvecSource& source, std::byte* packed);
 
 // Row `row` of W (of all parts; the rows of gate come first) out of the packed bytes, with the same float operations as
-// decode.h, so that it can be compared bit for bit. tensor scales are applied as decode_row does. out: [cols].
+// weights/decode.h, so that it can be compared bit for bit. tensor scales are applied as decode_row does. out: [cols].
 void unpack_row(const MatvecPlan& plan, const std::byte* packed, int64_t row, float* out);
 
 struct MatvecDevice {

@@ -1,4 +1,4 @@
-// Rows out of the tiles of the decode stream: Embed from a table that is the head as well, and weights expanded into bf16
+// Rows out of the tiles of packed weights: Embed from a table that is the head as well, and weights expanded into bf16
 // pairs for the matrix product. A warp reads one row of one tile.
 #include "cuda/device.cuh"
 #include "cuda/packed_rows.h"

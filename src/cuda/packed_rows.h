@@ -1,4 +1,4 @@
-// Launches that read rows out of the tiles of the decode stream (packed_rows.cu); as kernels.h.
+// Launches that read rows out of the tiles of packed weights (packed_rows.cu); as kernels.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Single weights out of the tiles of the decode stream (matvec_layout.h), for what reads rows instead of streams: Embed, and
+// Single weights out of packed tiles (matvec_layout.h), for what reads rows instead of streams: Embed, and
 // the expansion of weights for matrix products. The same on the host and in kernels; tested on the host against unpack_row.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What: single weights read from the tiles of the decode stream are those that unpack_row gives, for every format, gated
+// What: single weights read from packed tiles are those that unpack_row gives, for every format, gated
 //       matrices and padding included.
 // How:  random blocks are packed; every weight is compared with unpack_row, bit for bit or as NaN.
 #include "cuda/packed_weight.h"

@@ -1,4 +1,4 @@
-// The layout of matrices that the decode stream (matvec.h) does not take: experts, odd shapes, F32.
+// The layout of matrices that the packed layout (matvec_layout.h) does not take: experts, odd shapes, F32.
 //
 // Codes, scales and mins are planes of their own, a row after the other: w = tensor_scale · (scale · code - min). Rows are
 // padded with zero weights to a multiple of 32 columns, so that a lane always loads 8 codes at once.

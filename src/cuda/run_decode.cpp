@@ -1,23 +1,10 @@
 // Launches of the decode kernel: the plan's phases with pointers, made once, and what a launch adds.
+#include <algorithm>
+#include <cstring>
+
 #include "cuda/cuda_executor.h"
 
 namespace beryl::cuda {
-
-namespace {
-
-DecodeEpilogue decode_epilogue(const Linear& linear, const PlannedPhase& phase, const MatrixPiece& piece) {
-  if (phase.gate_only) return DecodeEpilogue::kStore;
-  switch (linear.epilogue) {
-    case Epilogue::kGatedGelu: return piece.gated ? DecodeEpilogue::kGatedGelu : DecodeEpilogue::kTimesGeluOther;
-    case Epilogue::kGatedSilu: return piece.gated ? DecodeEpilogue::kGatedSilu : DecodeEpilogue::kTimesSiluOther;
-    case Epilogue::kGeluTimesOther: return DecodeEpilogue::kGeluTimesOther;
-    case Epilogue::kSoftcap: return DecodeEpilogue::kSoftcap;
-    case Epilogue::kStore: break;
-  }
-  return DecodeEpilogue::kStore;
-}
-
-}  // namespace
 
 PhaseRows CudaExecutor::phase_rows(const PlannedRows& planned, int64_t col) const {
   PhaseRows rows = {};
@@ -82,7 +69,7 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   phase.n_chunks = static_cast<int16_t>(plan.n_chunks());
   phase.x_scale = codec_x_scale(plan.format);
   phase.format = plan.format;
-  phase.epilogue = decode_epilogue(op, planned, piece);
+  phase.epilogue = planned.gate_only ? DecodeEpilogue::kStore : decode_epilogue(op.epilogue, piece.gated);
   phase.gated = piece.gated;
   return phase;
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "engine/golden_engine.h"
+#include "ops/forwarding_executor.h"
 
 namespace beryl {
 namespace {
@@ -16,37 +17,21 @@ struct Record {
   std::vector<int32_t> first;      // each step's first position
 };
 
-class RecordingExecutor : public Executor {
+class RecordingExecutor : public test::ForwardingExecutor {
  public:
-  RecordingExecutor(std::unique_ptr<Executor> inner, Record& record) : inner_(std::move(inner)), record_(record) {}
+  RecordingExecutor(std::unique_ptr<Executor> inner, Record& record)
+      : ForwardingExecutor(std::move(inner)), record_(record) {}
   void set_input(const StepInput& input) override {
     record_.n_rows += input.n_tokens();
     record_.first.push_back(input.positions.front());
     inner_->set_input(input);
   }
-  void set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) override {
-    inner_->set_history(sequence, prompt, reply);
-  }
   void run(OpRange range) override {
     ++record_.n_runs;
     inner_->run(range);
   }
-  void synchronize() override { inner_->synchronize(); }
-  std::vector<Sampled> samples() override { return inner_->samples(); }
-  void read_rows(int slot, int64_t begin, int64_t n, float* out) override { inner_->read_rows(slot, begin, n, out); }
-  void write_rows(int slot, int64_t begin, int64_t n, const float* values) override { inner_->write_rows(slot, begin, n, values); }
-  void read_cache(int cache, CachePart part, int page, int row, float* out) override {
-    inner_->read_cache(cache, part, page, row, out);
-  }
-  void write_cache(int cache, CachePart part, int page, int row, const float* values) override {
-    inner_->write_cache(cache, part, page, row, values);
-  }
-  std::vector<Allocation> allocations() const override { return inner_->allocations(); }
-  int cache_element_bytes() const override { return inner_->cache_element_bytes(); }
-  std::vector<std::string> damaged_guards() override { return inner_->damaged_guards(); }
 
  private:
-  std::unique_ptr<Executor> inner_;
   Record& record_;
 };
 

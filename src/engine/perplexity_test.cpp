@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "engine/golden_engine.h"
 #include "engine/trace.h"
+#include "ops/forwarding_executor.h"
 
 namespace beryl {
 namespace {
@@ -130,37 +131,17 @@ TEST_P(PerplexityTest, ABackendAgainstItselfDiffersNowhere) {
 
 // Passes all on to a reference executor; logits come out times a factor that changes from id to id, so that this
 // backend has distributions that are far away and often another likeliest id.
-class TiltedExecutor : public Executor {
+class TiltedExecutor : public test::ForwardingExecutor {
  public:
   TiltedExecutor(std::unique_ptr<Executor> inner, const Program& program)
-      : inner_(std::move(inner)), slot_(test::logits_slot(program)), vocab_(program.vocab) {}
-  void set_input(const StepInput& input) override { inner_->set_input(input); }
-  void set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) override {
-    inner_->set_history(sequence, prompt, reply);
-  }
-  void run(OpRange range) override { inner_->run(range); }
-  void synchronize() override { inner_->synchronize(); }
-  std::vector<Sampled> samples() override { return inner_->samples(); }
+      : ForwardingExecutor(std::move(inner)), slot_(test::logits_slot(program)), vocab_(program.vocab) {}
   void read_rows(int slot, int64_t begin, int64_t n, float* out) override {
     inner_->read_rows(slot, begin, n, out);
     if (slot != slot_) return;
     for (int64_t i = 0; i < n * vocab_; ++i) out[i] *= 1 + 0.25F * static_cast<float>(i % vocab_ % 5 - 2);
   }
-  void write_rows(int slot, int64_t begin, int64_t n, const float* values) override {
-    inner_->write_rows(slot, begin, n, values);
-  }
-  void read_cache(int cache, CachePart part, int page, int row, float* out) override {
-    inner_->read_cache(cache, part, page, row, out);
-  }
-  void write_cache(int cache, CachePart part, int page, int row, const float* values) override {
-    inner_->write_cache(cache, part, page, row, values);
-  }
-  std::vector<Allocation> allocations() const override { return inner_->allocations(); }
-  int cache_element_bytes() const override { return inner_->cache_element_bytes(); }
-  std::vector<std::string> damaged_guards() override { return inner_->damaged_guards(); }
 
  private:
-  std::unique_ptr<Executor> inner_;
   int slot_;
   int64_t vocab_;
 };

@@ -53,6 +53,9 @@ enum class Epilogue : uint8_t {
   kSoftcap,                         // y = softcap · tanh(W h / softcap)
 };
 
+// W has two parts, gate and up.
+constexpr bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
+
 // y[t] = epilogue(W · norm(x[t]))
 struct Linear {
   MatrixRef weight;

@@ -76,8 +76,6 @@ double gelu(double z) {                      // z · sigmoid(2 w), w = sqrt(2/π
 
 double silu(double z) { return z / (1 + std::exp(-z)); }
 
-bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
-
 class Expecter {
  public:
   Expecter(const CaseData& data, const StepLimits& limits, const StepInput& input,

@@ -17,6 +17,7 @@
 #include "base/float_formats.h"
 #include "cpu/cpu_backend.h"
 #include "cpu/simd.h"
+#include "ops/forwarding_executor.h"
 #include "ops/op_cases.h"
 
 namespace beryl {
@@ -125,42 +126,24 @@ struct Fault {
   bool plans_less = false;
 };
 
-class FaultyExecutor final : public Executor {
+class FaultyExecutor final : public test::ForwardingExecutor {
  public:
-  FaultyExecutor(std::unique_ptr<Executor> inner, const Fault& fault) : inner_(std::move(inner)), fault_(fault) {}
+  FaultyExecutor(std::unique_ptr<Executor> inner, const Fault& fault) : ForwardingExecutor(std::move(inner)), fault_(fault) {}
   void set_input(const StepInput& input) override {
     input_ = input;
     StepInput changed = input;
     fault_.in_input(changed);
     inner_->set_input(changed);
   }
-  void set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) override {
-    inner_->set_history(sequence, prompt, reply);
-  }
   void run(OpRange range) override {
     inner_->run(range);
     fault_.after_run(*inner_, input_);
   }
-  void synchronize() override { inner_->synchronize(); }
-  std::vector<Sampled> samples() override { return inner_->samples(); }
-  void read_rows(int slot, int64_t begin, int64_t n, float* out) override { inner_->read_rows(slot, begin, n, out); }
-  void write_rows(int slot, int64_t begin, int64_t n, const float* values) override {
-    inner_->write_rows(slot, begin, n, values);
-  }
-  void read_cache(int cache, CachePart part, int page, int row, float* out) override {
-    inner_->read_cache(cache, part, page, row, out);
-  }
-  void write_cache(int cache, CachePart part, int page, int row, const float* values) override {
-    inner_->write_cache(cache, part, page, row, values);
-  }
-  std::vector<Allocation> allocations() const override { return inner_->allocations(); }
-  int cache_element_bytes() const override { return inner_->cache_element_bytes(); }
   std::vector<std::string> damaged_guards() override {
     return fault_.damages_guard ? std::vector<std::string>{"a buffer"} : inner_->damaged_guards();
   }
 
  private:
-  std::unique_ptr<Executor> inner_;
   const Fault& fault_;
   StepInput input_;
 };

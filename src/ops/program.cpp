@@ -17,8 +17,6 @@ const char* op_name(const Op& op) {
 
 namespace {
 
-bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kGatedGelu || epilogue == Epilogue::kGatedSilu; }
-
 // ---- shapes -----------------------------------------------------------------------------------------------------
 
 class ShapeCheck {
