@@ -111,7 +111,7 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* from) {
 // E4M3 codes in bytes 0 and 1 of a word to two bf16; exact.
 __device__ __forceinline__ uint32_t codes_to_bf16(uint32_t two_bytes) { return widen_e4m3(byte_permute(two_bytes, 0, 0x1404)); }
 
-template <int kDim, bool kFp8>
+template <int kRows, int kDim, bool kFp8>
 struct AttentionUnit {
   using S = UnitShape<kDim, kFp8>;
   const DecodeBlock& block;
@@ -134,7 +134,7 @@ struct AttentionUnit {
     if (p.kv.values == nullptr) return;
     const DecodeTile first = tile_of(0);
 #pragma unroll 1
-    for (int row = 0; row < block.args.n_rows; ++row) {
+    for (int row = 0; row < count_rows<kRows>(block.args); ++row) {
       const int at = block.small->positions[row];
       if (block.small->sequences[row] != sequence || at > position) continue;
       const bool holds = p.window > 0 ? tile_holds(first, at) : at / kPageTokens / u.units.tiles == u.unit;
@@ -236,7 +236,7 @@ struct AttentionUnit {
     return reinterpret_cast<float*>(scratch + AttentionScratch::kNewScalesAt)[row * 2 + (is_values ? 1 : 0)];
   }
   static constexpr CacheElement kElement = kFp8 ? CacheElement::kFp8 : CacheElement::kBf16;
-  static constexpr int kHalf = kDim / 2;
+  static constexpr std::integral_constant<int, kDim / 2> kHalf = {};
   // All values are asked for before the first is looked at.
   __device__ __forceinline__ void load_head(Head& head, const PhaseRows& rows, int row, int col) const {
     const float* from = rows.values + row * int64_t{rows.stride} + col;
@@ -470,10 +470,10 @@ struct AttentionUnit {
           const float first = __fadd_rn(sums[m][n][0], sums[m][n][1]), second = __fadd_rn(sums[m][n][2], sums[m][n][3]);
           const int col = block.warp * S::kColumns + group * kLaneColumns + 2 * m;
           if (u.units.count == 1) {
-            const float total = state[2 * kUnitHeads + head];
+            const float inverse = __fdividef(1.0f, state[2 * kUnitHeads + head]);
             const int64_t out = int64_t{u.first_head + head} * kDim + col;
-            store_row(p.out, u.row, out, first / total, block.flag(u.row));
-            store_row(p.out, u.row, out + 1, second / total, block.flag(u.row));
+            store_row(p.out, u.row, out, __fmul_rn(first, inverse), block.flag(u.row));
+            store_row(p.out, u.row, out + 1, __fmul_rn(second, inverse), block.flag(u.row));
           } else {
             const int64_t at = (int64_t{u.row} * p.n_heads + u.first_head + head) * kMaxDecodeUnits + u.unit;
             leave_pair(reinterpret_cast<float2*>(block.args.partial_sums + at * kDim + col), first, second);
@@ -530,11 +530,11 @@ struct AttentionUnit {
 };
 
 // All units of this block.
-template <int kDim, bool kFp8>
+template <int kRows, int kDim, bool kFp8>
 __device__ __forceinline__ void attend(const DecodeArgs& args, unsigned char* shared, const AttentionPhase* phase) {
-  int index = static_cast<int>(blockIdx.x);
+  int index = block_index();
 #pragma unroll 1
-  for (int row = 0; row < args.n_rows; ++row) {
+  for (int row = 0; row < count_rows<kRows>(args); ++row) {
 #pragma unroll 1
     for (;; index += static_cast<int>(gridDim.x)) {
       // In here, so that nothing is computed before the loop and kept for all of it.
@@ -551,7 +551,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, unsigned char* sh
       const int unit = index / n_items, item = index - unit * n_items, kv_head = item / head_tiles, head_tile = item - kv_head * head_tiles;
       const DecodeUnit one = {row,  kv_head, kv_head * heads + head_tile * kUnitHeads, min(heads - head_tile * kUnitHeads, kUnitHeads),
                               unit, units,   head_tile == 0};
-      AttentionUnit<kDim, kFp8>(block, p, one).run();
+      AttentionUnit<kRows, kDim, kFp8>(block, p, one).run();
     }
   }
 }
@@ -598,18 +598,19 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
       value = __fmaf_rn(from[lane], f, value);
       weight = __fmaf_rn(from[kMergeColumns + 1], f, weight);
     }
-    store_row(p.out, row, int64_t{head} * dim + column_block * kMergeColumns + lane, value / weight, block.flag(row));
+    store_row(p.out, row, int64_t{head} * dim + column_block * kMergeColumns + lane, __fdividef(value, weight), block.flag(row));
   }
   asm volatile("bar.sync %0, 256;" ::"r"(2 + half) : "memory");   // the next one writes there
 }
 
+template <int kRows>
 __device__ __forceinline__ void merge(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& phase) {
   const DecodeBlock block(args, afresh(shared));
   const AttentionPhase& p = *afresh(&phase);
   const int column_blocks = p.cache.head_dim / kMergeColumns, n_tasks = p.n_heads * column_blocks, n_blocks = static_cast<int>(gridDim.x);
-  int task = static_cast<int>(blockIdx.x) + block.warp / kMergeWarps * n_blocks;
+  int task = block_index() + block.warp / kMergeWarps * n_blocks;
 #pragma unroll 1
-  for (int row = 0; row < args.n_rows; ++row) {
+  for (int row = 0; row < count_rows<kRows>(args); ++row) {
     const int n_units = decode_units(block.small->positions[row], p.window).count;
     if (n_units == 1) continue;
 #pragma unroll 1
@@ -620,23 +621,23 @@ __device__ __forceinline__ void merge(const DecodeArgs& args, unsigned char* sha
   __threadfence();
 }
 
-template <class Function>
+template <int kRows, class Function>
 __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier) {
   const bool fp8 = p.cache.element == CacheElement::kFp8;
   switch (p.cache.head_dim) {
-    case 64: fp8 ? attend<64, true>(args, shared, &p) : attend<64, false>(args, shared, &p); break;
-    case 128: fp8 ? attend<128, true>(args, shared, &p) : attend<128, false>(args, shared, &p); break;
-    case 256: fp8 ? attend<256, true>(args, shared, &p) : attend<256, false>(args, shared, &p); break;
-    default: fp8 ? attend<512, true>(args, shared, &p) : attend<512, false>(args, shared, &p); break;
+    case 64: fp8 ? attend<kRows, 64, true>(args, shared, &p) : attend<kRows, 64, false>(args, shared, &p); break;
+    case 128: fp8 ? attend<kRows, 128, true>(args, shared, &p) : attend<kRows, 128, false>(args, shared, &p); break;
+    case 256: fp8 ? attend<kRows, 256, true>(args, shared, &p) : attend<kRows, 256, false>(args, shared, &p); break;
+    default: fp8 ? attend<kRows, 512, true>(args, shared, &p) : attend<kRows, 512, false>(args, shared, &p); break;
   }
   bool merges = false;
   {
     const DecodeBlock block(args, afresh(shared));
-    for (int row = 0; row < args.n_rows; ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
+    for (int row = 0; row < count_rows<kRows>(args); ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
   }
   if (merges) {
     DecodeBlock::barrier();              // the scratch changes hands
-    merge(args, shared, p);
+    merge<kRows>(args, shared, p);
   }
   before_barrier();
   DecodeBlock::barrier();

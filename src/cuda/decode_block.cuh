@@ -62,6 +62,19 @@ __device__ __forceinline__ int thread_afresh() {
   return thread;
 }
 
+// Which block this is; read anew where it is needed, so that nobody keeps it in a register (and, there being too few, in memory).
+__device__ __forceinline__ int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// Rows of this launch; kRows: 1, or up to 4 or 8.
+template <int kRows>
+__device__ __forceinline__ int count_rows(const DecodeArgs& args) {
+  return kRows == 1 ? 1 : args.n_rows;
+}
+
 struct DecodeBlock {
   const DecodeArgs& args;
   unsigned char* ring;
@@ -72,9 +85,8 @@ struct DecodeBlock {
   int thread, warp, lane;
 
   __device__ __forceinline__ DecodeBlock(const DecodeArgs& a, unsigned char* shared)
-      : args(a), ring(shared), scratch(shared + a.n_slots * a.slot_bytes),
-        small(reinterpret_cast<DecodeShared*>(scratch + a.scratch_bytes)),
-        add_sums(reinterpret_cast<float*>(small + 1)), norm_sums(add_sums + a.n_rows * a.sum_groups),
+      : args(a), ring(shared), scratch(shared + a.scratch_at), small(reinterpret_cast<DecodeShared*>(shared + a.small_at)),
+        add_sums(reinterpret_cast<float*>(small + 1)), norm_sums(add_sums + a.row_sums),
         thread(thread_afresh()), warp(thread / 32), lane(thread % 32) {}
   __device__ __forceinline__ static void barrier() { partial_block_barrier<kDecodeConsumers>(); }
   __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
@@ -116,20 +128,6 @@ __device__ __forceinline__ float load_exchange(const float* from, uint32_t flag)
   for (uint32_t polls = 0;;) {
     const uint32_t bits = load_common_word(from);
     if (((bits ^ flag) & 1u) == 0) return without_flag(bits);
-    count_poll(polls);
-  }
-}
-// Two groups of 128 columns at once; where there is one, twice the same.
-struct TwoGroups {
-  float4 v[2];
-};
-__device__ __forceinline__ TwoGroups load_exchange_groups(const float* first, const float* second, uint32_t flag) {
-  for (uint32_t polls = 0;;) {
-    const uint4 a = load_common_words(first), b = load_common_words(second);
-    const uint32_t wrong = (a.x ^ flag) | (a.y ^ flag) | (a.z ^ flag) | (a.w ^ flag) | (b.x ^ flag) | (b.y ^ flag) | (b.z ^ flag) | (b.w ^ flag);
-    if ((wrong & 1u) == 0)
-      return {{make_float4(without_flag(a.x), without_flag(a.y), without_flag(a.z), without_flag(a.w)),
-               make_float4(without_flag(b.x), without_flag(b.y), without_flag(b.z), without_flag(b.w))}};
     count_poll(polls);
   }
 }

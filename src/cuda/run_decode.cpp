@@ -27,14 +27,16 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   const MatvecPlan& plan = piece.plan;
   const auto* weights = buffers_.as<uint8_t>(piece.buffer);
   LinearPhase phase = {};
+  const int n_blocks = device_.matvec.n_sms;
   phase.stream = {weights,
                   plan.unit_bytes,
-                  plan.n_units,
+                  plan.n_units / n_blocks,
+                  plan.n_units % n_blocks,
                   plan.n_stages,
                   plan.stage_bytes,
                   slot_stages(plan.format),
                   plan.stage_tiles() * plan.n_chunks() * kTileRows,
-                  index};
+                  index % n_blocks};
   phase.row_scales = plan.scales_offset != 0 ? reinterpret_cast<const float*>(weights + plan.scales_offset) : nullptr;
   phase.x = phase_rows(planned.x, 0);
   phase.y = phase_rows(planned.y, piece.row_begin);
@@ -64,6 +66,10 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   phase.cols = static_cast<int32_t>(plan.cols);
   phase.outputs = static_cast<int32_t>(plan.outputs());
   phase.tile_codes = plan.stage_tiles() * tile_shape(plan.format).code_bytes;
+  phase.tile_columns = tile_shape(plan.format).columns;
+  phase.n_groups = static_cast<int32_t>((plan.cols + 127) / 128);
+  phase.inverse_cols = 1.0f / static_cast<float>(plan.cols);
+  phase.row_warps_inverse = static_cast<uint32_t>((65536 + plan.row_warps - 1) / plan.row_warps);
   phase.k_warps = static_cast<int16_t>(plan.k_warps);
   phase.row_warps = static_cast<int16_t>(plan.row_warps);
   phase.n_chunks = static_cast<int16_t>(plan.n_chunks());
