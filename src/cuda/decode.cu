@@ -90,6 +90,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       small->positions[lane] = args.positions[lane];
       small->sequences[lane] = args.sequences[lane];
     }
+    for (int i = lane; i < static_cast<int>(sizeof(DecodeArgs) / 4); i += 32)
+      reinterpret_cast<uint32_t*>(&small->args)[i] = reinterpret_cast<const uint32_t*>(&args)[i];
     const uint32_t odd = lane < kDecodeRows ? ~args.flags[lane] & 1u : 0u;
     const uint32_t flags = __ballot_sync(kAllLanes, odd != 0);
     if (lane == 0) small->flags = flags;

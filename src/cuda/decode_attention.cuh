@@ -111,7 +111,7 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* from) {
 // E4M3 codes in bytes 0 and 1 of a word to two bf16; exact.
 __device__ __forceinline__ uint32_t codes_to_bf16(uint32_t two_bytes) { return widen_e4m3(byte_permute(two_bytes, 0, 0x1404)); }
 
-template <int kRows, int kDim, bool kFp8>
+template <int kDim, bool kFp8>
 struct AttentionUnit {
   using S = UnitShape<kDim, kFp8>;
   const DecodeBlock& block;
@@ -134,7 +134,7 @@ struct AttentionUnit {
     if (p.kv.values == nullptr) return;
     const DecodeTile first = tile_of(0);
 #pragma unroll 1
-    for (int row = 0; row < count_rows<kRows>(block.args); ++row) {
+    for (int row = 0; row < block.args.n_rows; ++row) {
       const int at = block.small->positions[row];
       if (block.small->sequences[row] != sequence || at > position) continue;
       const bool holds = p.window > 0 ? tile_holds(first, at) : at / kPageTokens / u.units.tiles == u.unit;
@@ -529,12 +529,16 @@ struct AttentionUnit {
   }
 };
 
-// All units of this block.
-template <int kRows, int kDim, bool kFp8>
-__device__ __forceinline__ void attend(const DecodeArgs& args, unsigned char* shared, const AttentionPhase* phase) {
+// All units of this block. Not inlined: a function of its own has its own registers, and nothing of it lives on in the rest of the
+// kernel. Its arguments are addresses of shared memory, so that the compiler knows them as such.
+template <int kDim, bool kFp8>
+__device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
+  const DecodeArgs& args = *shared_object<const DecodeArgs>(args_at);
+  unsigned char* shared = shared_object<unsigned char>(shared_at);
+  const AttentionPhase* phase = shared_object<const AttentionPhase>(phase_at);
   int index = block_index();
 #pragma unroll 1
-  for (int row = 0; row < count_rows<kRows>(args); ++row) {
+  for (int row = 0; row < args.n_rows; ++row) {
 #pragma unroll 1
     for (;; index += static_cast<int>(gridDim.x)) {
       // In here, so that nothing is computed before the loop and kept for all of it.
@@ -551,7 +555,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, unsigned char* sh
       const int unit = index / n_items, item = index - unit * n_items, kv_head = item / head_tiles, head_tile = item - kv_head * head_tiles;
       const DecodeUnit one = {row,  kv_head, kv_head * heads + head_tile * kUnitHeads, min(heads - head_tile * kUnitHeads, kUnitHeads),
                               unit, units,   head_tile == 0};
-      AttentionUnit<kRows, kDim, kFp8>(block, p, one).run();
+      AttentionUnit<kDim, kFp8>(block, p, one).run();
     }
   }
 }
@@ -623,12 +627,16 @@ __device__ __forceinline__ void merge(const DecodeArgs& args, unsigned char* sha
 
 template <int kRows, class Function>
 __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier) {
-  const bool fp8 = p.cache.element == CacheElement::kFp8;
-  switch (p.cache.head_dim) {
-    case 64: fp8 ? attend<kRows, 64, true>(args, shared, &p) : attend<kRows, 64, false>(args, shared, &p); break;
-    case 128: fp8 ? attend<kRows, 128, true>(args, shared, &p) : attend<kRows, 128, false>(args, shared, &p); break;
-    case 256: fp8 ? attend<kRows, 256, true>(args, shared, &p) : attend<kRows, 256, false>(args, shared, &p); break;
-    default: fp8 ? attend<kRows, 512, true>(args, shared, &p) : attend<kRows, 512, false>(args, shared, &p); break;
+  {
+    const DecodeBlock block(args, afresh(shared));
+    const uint32_t args_at = shared_address(&block.small->args), shared_at = shared_address(shared), phase_at = shared_address(&p);
+    const bool fp8 = p.cache.element == CacheElement::kFp8;
+    switch (p.cache.head_dim) {
+      case 64: fp8 ? attend<64, true>(args_at, shared_at, phase_at) : attend<64, false>(args_at, shared_at, phase_at); break;
+      case 128: fp8 ? attend<128, true>(args_at, shared_at, phase_at) : attend<128, false>(args_at, shared_at, phase_at); break;
+      case 256: fp8 ? attend<256, true>(args_at, shared_at, phase_at) : attend<256, false>(args_at, shared_at, phase_at); break;
+      default: fp8 ? attend<512, true>(args_at, shared_at, phase_at) : attend<512, false>(args_at, shared_at, phase_at); break;
+    }
   }
   bool merges = false;
   {

@@ -31,6 +31,7 @@ struct DecodeShared {
   uint64_t empty[kDecodeMaxSlots];
   WarpPlace places[kMatvecWarps];
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
+  alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
   int32_t positions[kDecodeRows];
   int32_t sequences[kDecodeRows];
   uint32_t flags;                   // bit r: the flag of row r in this launch
@@ -49,10 +50,13 @@ struct RingPlace {
 // computes its own pointers and loads what it needs of a phase by itself, instead of keeping all of it in registers through
 // everything else. Spilled registers would come back from the L2.
 template <class T>
-__device__ __forceinline__ T* afresh(T* object) {
-  uint32_t address = shared_address(object);
+__device__ __forceinline__ T* shared_object(uint32_t address) {
   asm volatile("" : "+r"(address));
   return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+template <class T>
+__device__ __forceinline__ T* afresh(T* object) {
+  return shared_object<T>(shared_address(object));
 }
 
 // Likewise the thread's number.

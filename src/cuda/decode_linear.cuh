@@ -415,21 +415,19 @@ struct LinearBlock {
 
   // One row of one chunk, which an AddNorm changes: all but its values is loaded before they are there.
   __device__ __forceinline__ void add_to_residual_row() const {
-    const ChunkColumns columns(p, 0, k);
-    SideBySide<1> x, residual;
-    float4 weight[2], add_weight[2];
-    if (has_tile) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        weight[i] = load_vector(p.has_norm ? p.norm_weight : nullptr, columns, i, 1);
-        add_weight[i] = load_vector(p.add_weight, columns, i, 0);
-      }
-      load_residuals(0, columns, false, residual);
-      load_lots(p.add, 0, 0, true, x);
-      if (p.add_norm) put_squares(block.add_sums, 0, columns, x);
+    if (!has_tile) {
+      block.barrier();
+      return;
     }
+    const ChunkColumns columns(p, 0, k);
+    const float* norm_weight = p.has_norm ? p.norm_weight : nullptr;
+    const float4 weight[2] = {load_vector(norm_weight, columns, 0, 1), load_vector(norm_weight, columns, 1, 1)};
+    const float4 add_weight[2] = {load_vector(p.add_weight, columns, 0, 0), load_vector(p.add_weight, columns, 1, 0)};
+    SideBySide<1> x, residual;
+    load_residuals(0, columns, false, residual);
+    load_lots(p.add, 0, 0, true, x);
+    if (p.add_norm) put_squares(block.add_sums, 0, columns, x);
     block.barrier();
-    if (!has_tile) return;
     const float factor[1] = {add_factor(0)};
     add_values(x, factor, add_weight, residual);
     keep_residuals(0, columns, x);
