@@ -115,8 +115,18 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
                      reinterpret_cast<const uint4*>(args.phases + index + 1) + now.thread, 16);
       commit_copies();
       const auto hold_next = [] { wait_copies<0>(); };
-      if (phase.kind == PhaseKind::kLinear) run_linear<kRows>(args, decode_shared, &phase.linear, hold_next);
-      else run_attention<kRows>(args, decode_shared, phase.attention, hold_next);
+      const auto stamp = [&](int which) {
+        if (args.timeline == nullptr) return;
+        const DecodeBlock block(args, afresh(decode_shared));
+        if (block.thread != 0) return;
+        uint64_t cycles;
+        asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles)::"memory");
+        args.timeline[(int64_t{block.small->places[0].phase} * gridDim.x + block_index()) * kDecodeStamps + which] = cycles;
+      };
+      stamp(0);
+      if (phase.kind == PhaseKind::kLinear) run_linear<kRows>(args, decode_shared, &phase.linear, hold_next, stamp);
+      else run_attention<kRows>(args, decode_shared, phase.attention, hold_next, stamp);
+      stamp(3);
       const DecodeBlock then(args, afresh(decode_shared));
       __syncwarp();
       if (then.lane == 0) ++then.small->places[then.warp].phase;

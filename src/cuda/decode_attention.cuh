@@ -625,8 +625,9 @@ __device__ __forceinline__ void merge(const DecodeArgs& args, unsigned char* sha
   __threadfence();
 }
 
-template <int kRows, class Function>
-__device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier) {
+template <int kRows, class Function, class Stamp>
+__device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier,
+                                              Stamp&& stamp) {
   {
     const DecodeBlock block(args, afresh(shared));
     const uint32_t args_at = shared_address(&block.small->args), shared_at = shared_address(shared), phase_at = shared_address(&p);
@@ -638,6 +639,7 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
       default: fp8 ? attend<512, true>(args_at, shared_at, phase_at) : attend<512, false>(args_at, shared_at, phase_at); break;
     }
   }
+  stamp(1);
   bool merges = false;
   {
     const DecodeBlock block(args, afresh(shared));
@@ -647,6 +649,7 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
     DecodeBlock::barrier();              // the scratch changes hands
     merge<kRows>(args, shared, p);
   }
+  stamp(2);
   before_barrier();
   DecodeBlock::barrier();
 }

@@ -42,7 +42,12 @@ struct WarpX {
 struct ChunkColumns {
   int first;                        // column
   int n_groups;                     // of 128 columns: 1 or 2
-  __device__ __forceinline__ ChunkColumns(const LinearPhase& p, int chunk, int k) {
+  __device__ __forceinline__ ChunkColumns(const LinearPhase& p, int chunk, int k, bool full) {
+    if (full) {
+      first = (chunk * p.k_warps + k) * 256;
+      n_groups = 2;
+      return;
+    }
     const int stage = chunk * kChunkStages, n_stages = min(p.stream.n_stages - stage, kChunkStages);
     first = column_tile_of(p.stream.n_stages, p.k_warps, stage, k) * p.tile_columns;
     n_groups = n_stages * p.tile_columns / 128;
@@ -109,6 +114,13 @@ __device__ __forceinline__ RingPlace multiply(const DecodeArgs& args, unsigned c
   const LaneX<kTiles> lane_x = make_lane_x<Codec, kTiles>(block, n_rows, m.x_chunks, m.x_chunk);
   const unsigned char* const codes_at = shared + block.warp * kTile.code_bytes;
   const unsigned char* const meta_at = shared + m.tile_codes + block.warp * kTile.meta_bytes;
+  // Few enough x stays in registers for all units.
+  constexpr bool kHeld = kPairs && kTiles == 1 && Codec::kX == XForm::kInt16 && !Codec::kNeedsSums;
+  IntegerX<kTiles> held[2];
+  if constexpr (kHeld) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) load_x(shared, lane_x, min(s, m.n_stages - 1), held[s]);
+  }
   float* to = m.partials;
 #pragma unroll 1
   for (int unit = 0; unit < m.n_units; ++unit, to += m.unit_floats) {
@@ -126,7 +138,10 @@ __device__ __forceinline__ RingPlace multiply(const DecodeArgs& args, unsigned c
         ring.next(args.n_slots);
         typename Codec::template Product<kTiles> products[2];
 #pragma unroll
-        for (int s = 0; s < 2; ++s) products[s].start(tiles[s], shared, lane_x, stage + s);
+        for (int s = 0; s < 2; ++s) {
+          if constexpr (kHeld) products[s].start(held[s]);
+          else products[s].start(tiles[s], shared, lane_x, stage + s);
+        }
 #pragma unroll
         for (int i = 0; i < Codec::kSteps; ++i)
 #pragma unroll
@@ -205,7 +220,8 @@ struct SideBySide {
   float4 v[kSide][2];
 };
 
-template <int kRows>
+// kFull: as LinearPhase::full.
+template <int kRows, bool kFull>
 struct LinearBlock {
   static constexpr int kSide = kRows == 1 ? 1 : 4;
   const DecodeBlock& block;
@@ -214,8 +230,8 @@ struct LinearBlock {
   bool has_tile, writes;            // writes: the one of the row warps that stores what all of them compute
 
   __device__ __forceinline__ LinearBlock(const DecodeBlock& b, const LinearPhase& phase) : block(b), p(phase), n_rows(count_rows<kRows>(b.args)) {
-    k = static_cast<int>(static_cast<uint32_t>(b.warp) * phase.row_warps_inverse >> 16);
-    r = b.warp - k * phase.row_warps;
+    k = kFull ? b.warp : static_cast<int>(static_cast<uint32_t>(b.warp) * phase.row_warps_inverse >> 16);
+    r = kFull ? 0 : b.warp - k * phase.row_warps;
     has_tile = k < phase.k_warps;
     writes = has_tile && r == 0;
   }
@@ -230,7 +246,7 @@ struct LinearBlock {
   __device__ __forceinline__ int row_at(int row) const { return kRows == 1 ? 0 : min(row, n_rows - 1); }
   __device__ __forceinline__ int lane_column(const ChunkColumns& columns, int i) const { return columns.first + i * 128 + block.lane * 4; }
   __device__ __forceinline__ bool is_live(const ChunkColumns& columns, int i) const {
-    return i < columns.n_groups && lane_column(columns, i) < p.cols;
+    return kFull || (i < columns.n_groups && lane_column(columns, i) < p.cols);
   }
 
   __device__ __forceinline__ float* own_residual(int row, int col) const {
@@ -256,7 +272,7 @@ struct LinearBlock {
 #pragma unroll
     for (int lot = 0; lot < kLots; ++lot) {
       const int lot_row = rows_apart ? row_at(row + lot) : row;
-      const ChunkColumns columns(p, rows_apart ? chunk : min(chunk + lot, p.n_chunks - 1), k);
+      const ChunkColumns columns(p, rows_apart ? chunk : min(chunk + lot, p.n_chunks - 1), k, kFull);
       const float* begin = rows.values + lot_row * int64_t{rows.stride};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -268,10 +284,10 @@ struct LinearBlock {
     }
     if (rows.exchange) {
       {
-        const ChunkColumns columns(p, rows_apart ? chunk : min(chunk + kLots - 1, p.n_chunks - 1), k);
-        const int end = min(columns.first + columns.n_groups * 128, p.cols);
+        const ChunkColumns columns(p, rows_apart ? chunk : min(chunk + kLots - 1, p.n_chunks - 1), k, kFull);
+        const int end = kFull ? columns.first + 256 : min(columns.first + columns.n_groups * 128, p.cols);
         const float* begin = rows.values + (rows_apart ? row_at(row + kLots - 1) : row) * int64_t{rows.stride};
-        await_word(begin + (columns.first < p.cols ? end - 1 : 0), flag[kLots - 1]);
+        await_word(begin + (kFull || columns.first < p.cols ? end - 1 : 0), flag[kLots - 1]);
       }
       for (uint32_t polls = 0;;) {
         uint4 bits[kLots][2];
@@ -314,7 +330,7 @@ struct LinearBlock {
       for (int i = 0; i < 2; ++i) squares[2 * lot + i] = dot(x.v[lot][i], x.v[lot][i], 0.0f);
     const float sum = lane_sums<2 * kLots>(squares, block.lane);
     const int mine = block.lane * (2 * kLots) / 32, group = columns.first / 128 + mine % 2;
-    if (writes && block.lane % (16 / kLots) == 0 && mine % 2 < columns.n_groups && columns.first + mine % 2 * 128 < p.cols)
+    if (writes && block.lane % (16 / kLots) == 0 && (kFull || (mine % 2 < columns.n_groups && columns.first + mine % 2 * 128 < p.cols)))
       sums[row_at(row + mine / 2) * block.args.sum_groups + group] = sum;
   }
   // x_chunks, x_chunk: where it lies (WarpX).
@@ -379,7 +395,7 @@ struct LinearBlock {
   // x of one chunk, when a phase first meets it, or once more for another batch of units (again).
   __device__ __forceinline__ void prepare(int chunk, bool again) const {
     if (!has_tile) return;
-    const ChunkColumns columns(p, chunk, k);
+    const ChunkColumns columns(p, chunk, k, kFull);
     float4 weight[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) weight[i] = load_vector(p.has_norm ? p.norm_weight : nullptr, columns, i, 1);
@@ -419,7 +435,7 @@ struct LinearBlock {
       block.barrier();
       return;
     }
-    const ChunkColumns columns(p, 0, k);
+    const ChunkColumns columns(p, 0, k, kFull);
     const float* norm_weight = p.has_norm ? p.norm_weight : nullptr;
     const float4 weight[2] = {load_vector(norm_weight, columns, 0, 1), load_vector(norm_weight, columns, 1, 1)};
     const float4 add_weight[2] = {load_vector(p.add_weight, columns, 0, 0), load_vector(p.add_weight, columns, 1, 0)};
@@ -446,7 +462,7 @@ struct LinearBlock {
         for (int chunk = 0; chunk < p.n_chunks; ++chunk) {
           SideBySide<kSide> x;
           load_lots(p.add, row, chunk, true, x);
-          put_squares(block.add_sums, row, ChunkColumns(p, chunk, k), x);
+          put_squares(block.add_sums, row, ChunkColumns(p, chunk, k, kFull), x);
         }
       }
     }
@@ -459,7 +475,7 @@ struct LinearBlock {
       for (int lot = 0; lot < kSide; ++lot) factor[lot] = add_factor(row_at(row + lot));
 #pragma unroll 1
       for (int chunk = 0; chunk < p.n_chunks; ++chunk) {
-        const ChunkColumns columns(p, chunk, k);
+        const ChunkColumns columns(p, chunk, k, kFull);
         SideBySide<kSide> x, residual;
         load_residuals(row, columns, false, residual);
         load_lots(p.add, row, chunk, true, x);
@@ -560,13 +576,21 @@ __device__ __forceinline__ int stages_of_slot(const DecodeArgs& args, const Weig
   return s.slot_stages == 2 && 2 * s.stage_bytes <= args.slot_bytes ? 2 : 1;
 }
 
-// Everything of one phase but the copies. before_barrier(): what the caller wants visible to all warps afterwards.
-template <int kRows, class Function>
-__device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier) {
+// Everything of one phase but the copies. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
+// the time, 1 when (the first) x is ready, 2 when the products are.
+template <int kRows, class Function, class Stamp>
+__device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
+                                           Stamp&& stamp) {
   // Each step with its own view of the block and the phase.
   const auto step = [&](auto&& function) {
     const DecodeBlock block(args, afresh(shared));
-    function(LinearBlock<kRows>(block, *afresh(phase)));
+    function(LinearBlock<kRows, false>(block, *afresh(phase)));
+  };
+  const auto x_step = [&](auto&& function) {
+    const DecodeBlock block(args, afresh(shared));
+    const LinearPhase& p = *afresh(phase);
+    if (p.full) function(LinearBlock<kRows, true>(block, p));
+    else function(LinearBlock<kRows, false>(block, p));
   };
   const int n_rows = count_rows<kRows>(args);
   bool adds, direct = false, all = false;
@@ -574,7 +598,7 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
   int n_chunks, buffer;
   {
     const DecodeBlock block(args, afresh(shared));
-    const LinearBlock<kRows> work(block, *afresh(phase));
+    const LinearBlock<kRows, false> work(block, *afresh(phase));
     share = linear_share(args, work.p.stream);
     n_chunks = work.p.n_chunks;
     adds = work.p.residual && work.p.add.values != nullptr;
@@ -583,13 +607,13 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     buffer = block.small->places[block.warp].buffer;
   }
   if (adds) {
-    step([](const LinearBlock<kRows>& work) {
+    x_step([](const auto& work) {
       if (kRows == 1 && work.p.n_chunks == 1) work.add_to_residual_row();
       else work.add_to_residual();
     });
     if (!direct) DecodeBlock::barrier();           // prepare() reads it back, in other warps too
   }
-  if (all) step([](const LinearBlock<kRows>& work) { work.prepare_all(); });
+  if (all) x_step([](const auto& work) { work.prepare_all(); });
   // The residual is everybody's, so x is prepared even where there are no units.
 #pragma unroll 1
   for (int unit = 0; unit == 0 || unit < share.n_units; unit += share.batch) {
@@ -600,8 +624,9 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
 #pragma unroll 1
     for (int chunk = 0; chunk < n_chunks; ++chunk) {
       if (!all && !(direct && unit == 0) && (unit == 0 || n_chunks > 1))
-        step([&](const LinearBlock<kRows>& work) { work.prepare(chunk, adds || unit > 0); });
-      step([&](const LinearBlock<kRows>& work) {
+        x_step([&](const auto& work) { work.prepare(chunk, adds || unit > 0); });
+      if (unit == 0 && chunk == 0) stamp(1);
+      step([&](const LinearBlock<kRows, false>& work) {
         const LinearPhase& p = work.p;
         const int n_stages = min(p.stream.n_stages - chunk * kChunkStages, kChunkStages), stages_a_slot = stages_of_slot(args, p.stream);
         if (work.has_tile) {
@@ -638,7 +663,8 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     }
     if (unit + share.batch >= share.n_units) before_barrier();
     DecodeBlock::barrier();
-    step([&](const LinearBlock<kRows>& work) { work.finish(share.first + unit, count, partials_of(work.block)); });
+    stamp(2);
+    step([&](const LinearBlock<kRows, false>& work) { work.finish(share.first + unit, count, partials_of(work.block)); });
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));

@@ -16,6 +16,7 @@ namespace beryl::cuda {
 inline constexpr int kDecodeRows = 8;           // rows of x for one reading of the weights
 // Shared memory of a warp's digits, sums and scales (codec.cuh) in one chunk, which has two groups of 128 columns.
 BERYL_HOST_DEVICE constexpr int x_chunk_bytes(int n_rows, int group_bytes) { return 2 * n_rows * (group_bytes + 20); }
+inline constexpr int kDecodeStamps = 4;         // times of a block in a phase: its begin, x ready, products done, its end
 inline constexpr int kDecodeFlagWords = 16;     // of DecodeArgs::flags
 
 enum class DecodeEpilogue : uint8_t {
@@ -78,6 +79,7 @@ struct LinearPhase {
   bool gated;
   bool residual;
   bool add_norm;                    // false: a plain sum
+  bool full;                        // each warp has 256 columns in each chunk, and no other warp has the same
   bool has_norm;
 };
 
@@ -130,6 +132,8 @@ struct DecodeArgs {
   float* partial_sums;              // [n_rows][heads][kMaxDecodeUnits][head_dim], all ones where nothing waits
   float2* partial_states;           // [n_rows][heads][kMaxDecodeUnits][16], likewise
   uint32_t* flags;                  // [kDecodeRows]: launches that wrote the row so far; then the count of finished blocks
+
+  uint64_t* timeline;               // [phases][blocks][kDecodeStamps] cycles of the block's multiprocessor, or null
 
   // Cut of shared memory, in bytes.
   int32_t slot_bytes, n_slots;
