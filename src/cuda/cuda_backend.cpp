@@ -50,7 +50,7 @@ DeviceProperties find_device(int device) {
   properties.name = found.name;
   properties.device = device;
   const char* whole_steps = std::getenv("BERYL_WHOLE_STEPS");
-  properties.whole_steps = whole_steps != nullptr && std::string_view(whole_steps) == "1";
+  properties.whole_steps = whole_steps == nullptr || std::string_view(whole_steps) != "0";
   try {
     properties.programmatic = has_programmatic_code();
   } catch (const Error&) {

@@ -91,9 +91,8 @@ struct DeviceProperties {
   int device = 0;
   bool programmatic = false;
   bool has_fp8_cache = true;
-  // Several ops in one launch of the decode kernel (BERYL_WHOLE_STEPS=1). Off by default as long as the golden models have not
-  // been seen to pass with it on a GPU: the same ops then run one launch each, by the same kernel.
-  bool whole_steps = false;
+  // Several ops in one launch of the decode kernel; with BERYL_WHOLE_STEPS=0 one op a launch, by the same code and with the same bits.
+  bool whole_steps = true;
   MatvecDevice matvec;
 };
 
