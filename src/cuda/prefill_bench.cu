@@ -4,7 +4,9 @@
 //                                   bound from the data, and against themselves: a row has the same bits whatever the number
 //                                   of rows; nothing beyond y and scratch is written
 //   prefill_bench speed [formats]   the products of a layer of Gemma 4 12B for prompts, in TFLOP/s, beside cuBLASLt (bf16,
-//                                   where its library is found) on the same shape in the same run
+//                                   where its library is found) on the same shape in the same run; the first format for
+//                                   128 to 8192 rows, others for 2048
+//   prefill_bench quick [formats]   2048 rows, without cuBLASLt
 //
 // Times are medians of graph replays; each launch of a graph has weights of its own, so that they come from memory. Of our
 // products the time contains the launch that prepares x; its own time is printed besides.
@@ -399,8 +401,8 @@ int main(int argc, char** argv) {
     const LaunchContext context{stream.get(), properties.major >= 9};
     if (!has_prefill_linear()) throw Error(ErrorCode::kUnsupported, "this device has no such products");
     if (mode == "check") check_all(names, device, context);
-    if (mode == "speed") {
-      bool first = true;
+    if (mode == "speed" || mode == "quick") {
+      bool first = mode == "speed";
       for (const std::string& name : names.empty() ? std::vector<std::string>{"fp4_g128"} : names) {
         const auto format = format_by_name(name);
         if (!format) throw Error(ErrorCode::kBadInput, "no such format");

@@ -2,6 +2,7 @@
 #include "cuda/prefill_linear.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "base/error.h"
 #include "cuda/index_math.h"
@@ -17,7 +18,7 @@ constexpr int64_t kAlignment = 1024;
 PrefillKernels find_kernels(Format format) {
   for (auto* family : {prefill_e2m1_kernels, prefill_integer_kernels, prefill_k_kernels, prefill_float_kernels}) {
     const PrefillKernels kernels = family(format);
-    if (kernels.kernels[1] != nullptr) return kernels;
+    if (kernels.kernels[0].kernel != nullptr) return kernels;
   }
   BERYL_CHECK(false, "a format without prefill kernels");
   return {};
@@ -41,11 +42,12 @@ ScratchLayout scratch_layout(const MatvecPlan& plan, int64_t n_rows) {
   return layout;
 }
 
-// The cost of a product with 128 (m = 1) or 256 (m = 2) rows of W a block, in tiles of 128 x 128 one after the other. Smaller
-// ones cost more each: weights are widened as often, x is read twice as often.
-double cost(const MatvecPlan& plan, int n_token_blocks, int m, int n_sms) {
-  const int tiles = ceil_div(plan.n_row_tiles, prefill_row_tiles(m)) * n_token_blocks;
-  return ceil_div(tiles, n_sms) * m * (m == 1 ? 1.1 : 1.0);
+// The cost of a product with this kernel, in tiles of 128 x 128 one after the other. Where a tile of W is widened for fewer
+// tokens, or x read for fewer rows, they cost more each.
+double cost(const MatvecPlan& plan, int n_rows, const PrefillKernel& kernel, int n_sms) {
+  const int tiles = ceil_div(plan.n_row_tiles, kernel.m * 8) * ceil_div(n_rows, kernel.tokens);
+  const int size = kernel.m * kernel.tokens / 128;
+  return ceil_div(tiles, n_sms) * size * (size == 1 ? 1.1 : kernel.m == 2 ? 1.0 : 0.99);
 }
 
 }  // namespace
@@ -108,11 +110,12 @@ void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, 
 
   auto* scratch = static_cast<unsigned char*>(args.scratch);
   const ScratchLayout layout = scratch_layout(plan, args.n_rows);
-  const int n_token_blocks = ceil_div(args.n_rows, kPrefillBlockTokens);
   const PrefillKernels kernels = find_kernels(plan.format);
-  const bool small = kernels.kernels[0] != nullptr &&
-                     cost(plan, n_token_blocks, 1, device.n_sms) < cost(plan, n_token_blocks, 2, device.n_sms);
-  const int m = small ? 1 : 2;
+  PrefillKernel kernel = kernels.kernels[0];
+  for (const PrefillKernel& other : kernels.kernels)
+    if (other.kernel != nullptr && cost(plan, args.n_rows, other, device.n_sms) < cost(plan, args.n_rows, kernel, device.n_sms))
+      kernel = other;
+  if (const char* force = std::getenv("BERYL_PREFILL_SHAPE")) kernel = kernels.kernels[std::atoi(force)];
   PrefillKernelArgs product = {};
   product.weights = args.weights;
   product.unit_bytes = plan.unit_bytes;
@@ -133,15 +136,18 @@ void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, 
   product.outputs = static_cast<int>(plan.outputs());
   product.softcap = args.softcap;
   product.epilogue = args.epilogue;
-  product.n_token_blocks = n_token_blocks;
-  product.n_row_blocks = ceil_div(plan.n_row_tiles, prefill_row_tiles(m));
-  product.group_blocks = std::min(n_token_blocks, 16);
+  const bool aligned = reinterpret_cast<uintptr_t>(args.y.values) % 16 == 0 && args.y.stride % 4 == 0 && product.outputs % 4 == 0;
+  product.staged = aligned && (gated || args.epilogue == DecodeEpilogue::kStore);
+  product.n_token_blocks = ceil_div(args.n_rows, kernel.tokens);
+  product.n_row_blocks = ceil_div(plan.n_row_tiles, kernel.m * 8);
+  product.n_stored_blocks = ceil_div(args.n_rows, kPrefillBlockTokens);
+  product.group_blocks = std::min(product.n_token_blocks, 2048 / kernel.tokens);
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(std::min(product.n_row_blocks * n_token_blocks, device.n_sms)));
+  shape.grid = dim3(static_cast<unsigned>(std::min(product.n_row_blocks * product.n_token_blocks, device.n_sms)));
   shape.block = dim3(kPrefillThreads);
-  shape.shared_bytes = kernels.shared_bytes[m - 1];
+  shape.shared_bytes = kernel.shared_bytes;
   shape.name = "Linear";
-  launch(context, shape, kernels.kernels[m - 1], product);
+  launch(context, shape, kernel.kernel, product);
 }
 
 }  // namespace beryl::cuda
