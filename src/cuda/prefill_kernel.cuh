@@ -22,11 +22,6 @@
 #include "cuda/prefill_widen.cuh"
 #include "cuda/row_math.cuh"
 
-#ifndef BERYL_UNIT_STEPS
-#define BERYL_UNIT_STEPS(steps) ((steps) >= 8 ? 2 : 1)
-#define BERYL_BUFFERS 4
-#endif
-
 namespace beryl::cuda {
 
 struct PrefillKernelArgs {
@@ -58,23 +53,30 @@ inline constexpr int kPrefillGroups = 2;            // of four warps that multip
 inline constexpr int kPrefillThreads = (kPrefillGroups + 1) * 128;
 inline constexpr int kPrefillBlockTokens = 128;     // of x as it lies in memory
 inline constexpr int kPrefillSharedBytes = 232448;  // of a block on sm_90
-inline constexpr int kPrefillMostStages = 6;
+inline constexpr int kPrefillMostSlots = 10;
+inline constexpr int kPrefillRowTiles = kPrefillGroups * 4;         // of a block: one a warp
 
-// How a kernel divides its product and its shared memory: 64 · m rows of W a group of warps, `tokens` rows of x.
+// How a kernel divides its shared memory: a ring of slabs of x (64 columns), a ring of column tiles of W, and the rest.
 struct PrefillShape {
   Format format;
-  int m, tokens;
+  int tokens;                       // rows of x
 
-  constexpr int slabs() const { return tile_shape(format).columns / 64; }
-  constexpr int row_tiles() const { return kPrefillGroups * 4 * m; }
-  constexpr int x_bytes() const { return slabs() * tokens * 128; }                // of a stage
-  constexpr int weight_bytes() const { return row_tiles() * (tile_shape(format).code_bytes + tile_shape(format).meta_bytes); }
-  constexpr int stages() const {
-    const int fit = (kPrefillSharedBytes - small_bytes()) / (x_bytes() + weight_bytes());
-    return fit < kPrefillMostStages ? fit : kPrefillMostStages;
+  constexpr int slabs() const { return tile_shape(format).columns / 64; }         // of a column tile
+  constexpr int slab_bytes() const { return tokens * 128; }
+  constexpr int weight_bytes() const {
+    return kPrefillRowTiles * (tile_shape(format).code_bytes + tile_shape(format).meta_bytes);
   }
-  constexpr int weights_at() const { return stages() * x_bytes(); }
-  constexpr int small_at() const { return weights_at() + stages() * weight_bytes(); }
+  constexpr int x_slots() const {
+    const int fit = (kPrefillSharedBytes - small_bytes() - 2 * weight_bytes()) / slab_bytes();
+    return fit < kPrefillMostSlots ? fit : kPrefillMostSlots;
+  }
+  // Weights are in registers soon: few slots do.
+  constexpr int weight_slots() const {
+    const int fit = (kPrefillSharedBytes - small_bytes() - weights_at()) / weight_bytes();
+    return fit < 4 ? fit : 4;
+  }
+  constexpr int weights_at() const { return x_slots() * slab_bytes(); }
+  constexpr int small_at() const { return weights_at() + weight_slots() * weight_bytes(); }
   constexpr int small_bytes() const;
   constexpr int shared_bytes() const { return small_at() + small_bytes(); }
 };
@@ -84,15 +86,18 @@ inline constexpr int kStagedTokens = 16, kStagedStride = 68;      // floats from
 template <int kTokens>
 struct PrefillSmall {
   float y[kPrefillGroups][2][kStagedTokens * kStagedStride];
-  float x_scales[kPrefillGroups][kTokens];
-  alignas(8) uint64_t full[kPrefillMostStages];
-  uint64_t empty[kPrefillMostStages];
+  __nv_bfloat16 x_scales[kPrefillGroups][kTokens];  // powers of two, so exact
+  alignas(8) uint64_t x_full[kPrefillMostSlots];
+  uint64_t x_empty[kPrefillMostSlots];
+  uint64_t weights_full[4];
+  uint64_t weights_empty[4];
 };
 constexpr int PrefillShape::small_bytes() const {
   return static_cast<int>(tokens == 256 ? sizeof(PrefillSmall<256>) : sizeof(PrefillSmall<128>));
 }
 
 #if BERYL_WGMMA
+#define BERYL_CLUSTER(n) __cluster_dims__(n, 1, 1)
 
 // One of the two activations: v · sigmoid(v · (linear + cubic · v²)).
 struct QuickGate {
@@ -104,26 +109,33 @@ struct QuickGate {
   }
 };
 
-template <class Codec, Format kFormat, int kM, int kTokens>
+// A place in a ring.
+template <int kSlots>
+struct RingPlace {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++index == kSlots) index = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ int before() const { return index == 0 ? kSlots - 1 : index - 1; }
+};
+
+template <class Codec, Format kFormat, int kTokens, int kCluster>
 class PrefillLinear {
  public:
-  static constexpr PrefillShape kShape = {kFormat, kM, kTokens};
+  static constexpr PrefillShape kShape = {kFormat, kTokens};
   static constexpr TileShape kTile = tile_shape(kFormat);
   static constexpr int kSlabs = kShape.slabs();
-  static constexpr int kSlabBytes = kTokens * 128;
-  static constexpr int kTileSteps = kSlabs * 4;
-  // A unit is what is widened at a time. While one is, those of all buffers but one are multiplied or wait for it.
-  static constexpr int kUnitSteps = BERYL_UNIT_STEPS(kM * kTileSteps);
-  static constexpr int kBuffers = BERYL_BUFFERS;
-  static constexpr int kTileUnits = kTileSteps / kUnitSteps;
-  static constexpr int kUnits = kM * kTileUnits;
-  static constexpr int kRowTiles = kShape.row_tiles();
-  static constexpr int kStages = kShape.stages();
-  static constexpr int kMetaAt = kRowTiles * kTile.code_bytes;
+  static constexpr int kSlabBytes = kShape.slab_bytes();
+  // A unit is what is widened at a time, while the one before is multiplied.
+  static constexpr int kUnitSteps = 2, kUnits = kSlabs * 4 / kUnitSteps, kSlabUnits = 4 / kUnitSteps;
+  static constexpr int kBuffers = kUnits < 4 ? kUnits : 4;
+  static constexpr int kXSlots = kShape.x_slots(), kWeightSlots = kShape.weight_slots();
+  static constexpr int kMetaAt = kPrefillRowTiles * kTile.code_bytes;
   static constexpr int kColumnTiles = kTokens / 8;            // of d
   static constexpr bool kBf16 = kFormat == Format::kBf16;
   using Small = PrefillSmall<kTokens>;
-  static_assert(kUnits % kBuffers == 0 && kStages >= 2);
+  static_assert(kUnits % kBuffers == 0 && kXSlots >= 3 && kWeightSlots >= 2);
 
   __device__ __forceinline__ PrefillLinear(const PrefillKernelArgs& args, unsigned char* shared_memory)
       : a(args), shared(shared_memory), small(*reinterpret_cast<Small*>(shared_memory + kShape.small_at())),
@@ -131,21 +143,30 @@ class PrefillLinear {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kStages; ++i) {
-        barrier_init(small.full + i, 1);
-        barrier_init(small.empty + i, kPrefillGroups * 4);
+      for (int i = 0; i < kXSlots; ++i) {
+        barrier_init(small.x_full + i, 1);
+        barrier_init(small.x_empty + i, kCluster * kPrefillGroups * 4);
+      }
+      for (int i = 0; i < kWeightSlots; ++i) {
+        barrier_init(small.weights_full + i, 1);
+        barrier_init(small.weights_empty + i, kPrefillGroups * 4);
       }
       barrier_init_fence();
     }
-    __syncthreads();
+    block_or_cluster_barrier();
     grid_wait();
     if (group == kPrefillGroups) {
       give_registers<40>();
-      if (warp == kPrefillGroups * 4) copy();
+      const int copier = warp - kPrefillGroups * 4;
+      if (copier == 0) copy_x();
+      else if (copier <= kWeightCopiers) copy_weights(copier - 1);
+      __syncwarp();
     } else {
       take_registers<232>();
       multiply();
     }
+    // The other block's copies and arrivals reach into this one's shared memory.
+    if (kCluster > 1) block_or_cluster_barrier();
   }
 
  private:
@@ -159,50 +180,73 @@ class PrefillLinear {
     return {rest / width, first + rest % width};
   }
   __device__ __forceinline__ int n_tiles() const { return a.n_row_blocks * a.n_token_blocks; }
-  __device__ __forceinline__ unsigned char* x_of(int slot) const { return shared + slot * kShape.x_bytes(); }
+  __device__ __forceinline__ unsigned char* x_of(int slot) const { return shared + slot * kSlabBytes; }
   __device__ __forceinline__ unsigned char* weights_of(int slot) const {
     return shared + kShape.weights_at() + slot * kShape.weight_bytes();
   }
 
-  // ---- the copying warp ----
-  __device__ __forceinline__ void copy() {
-    constexpr int kXCopies = kSlabs * (kTokens / kPrefillBlockTokens);
-    constexpr int kBlockSlab = kPrefillBlockTokens * 128;
-    int slot = 0;
-    uint32_t parity = 1;                            // the first round waits for nothing
-    const bool has_codes = lane < kRowTiles, has_meta = kTile.meta_bytes > 0 && lane >= 32 - kRowTiles;
-    const int own = has_codes ? lane : lane - (32 - kRowTiles);
+  __device__ __forceinline__ static void block_or_cluster_barrier() {
+    if constexpr (kCluster == 1) __syncthreads();
+    else asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  }
+  __device__ __forceinline__ static int rank() { return static_cast<int>(blockIdx.x) % kCluster; }
+  __device__ __forceinline__ static int first_tile() { return static_cast<int>(blockIdx.x) / kCluster; }
+  __device__ __forceinline__ static int tile_step() { return static_cast<int>(gridDim.x) / kCluster; }
+
+  // ---- the copying warps ----
+  __device__ __forceinline__ static void expect(uint64_t* barrier, uint32_t n_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
+  }
+  // x: with two blocks in a cluster, each copies half of every slab to both.
+  __device__ __forceinline__ void copy_x() {
+    constexpr int kOwnTokens = kTokens / kCluster;
+    constexpr int kPart = kOwnTokens < kPrefillBlockTokens ? kOwnTokens : kPrefillBlockTokens;      // tokens of a copy
+    constexpr int kCopies = kOwnTokens / kPart;
+    RingPlace<kXSlots> slot = {0, 1};               // the first round waits for nothing
+    const int part = rank() * kCopies + min(lane, kCopies - 1), first = part * kPart;
 #pragma unroll 1
-    for (int tile = static_cast<int>(blockIdx.x); tile < n_tiles(); tile += static_cast<int>(gridDim.x)) {
-      const Place at = place(tile);
+    for (int tile = first_tile(); tile < n_tiles(); tile += tile_step()) {
+      const int token_block = place(tile).token_block;
+      // A token block that there is not is the last one again.
+      const int stored = min(token_block * (kTokens / kPrefillBlockTokens) + first / kPrefillBlockTokens, a.n_stored_blocks - 1);
+      const unsigned char* x =
+          a.x + (int64_t{stored} * a.n_column_tiles * kSlabs * kPrefillBlockTokens + first % kPrefillBlockTokens) * 128;
+#pragma unroll 1
+      for (int slab = 0; slab < a.n_column_tiles * kSlabs; ++slab) {
+        barrier_wait(small.x_empty + slot.index, slot.parity);
+        if (lane == 0) expect(small.x_full + slot.index, kSlabBytes);
+        __syncwarp();
+        if (lane < kCopies) copy_to_all(x_of(slot.index) + first * 128, x, kPart * 128, small.x_full + slot.index);
+        x += kPrefillBlockTokens * 128;
+        slot.next();
+      }
+    }
+  }
+  // A copy takes its warp some 40 cycles to ask for, so two share them.
+  static constexpr int kWeightCopiers = 2;
+  __device__ __forceinline__ void copy_weights(int copier) {
+    constexpr int kOwnTiles = kPrefillRowTiles / kWeightCopiers;
+    RingPlace<kWeightSlots> slot = {0, 1};
+    const bool has_codes = lane < kOwnTiles, has_meta = kTile.meta_bytes > 0 && lane >= kOwnTiles && lane < 2 * kOwnTiles;
+    const int own = copier * kOwnTiles + lane % kOwnTiles;
+    const int offset = has_codes ? own * kTile.code_bytes : kMetaAt + own * kTile.meta_bytes;
+    const int tile_bytes = has_codes ? kTile.code_bytes : kTile.meta_bytes;
+#pragma unroll 1
+    for (int tile = first_tile(); tile < n_tiles(); tile += tile_step()) {
       // Row tiles that the matrix does not have are the last one again.
-      const int row_tile = min(at.row_block * kRowTiles + max(own, 0), a.n_row_tiles - 1);
+      const int row_tile = min((place(tile).row_block * kCluster + rank()) * kPrefillRowTiles + own, a.n_row_tiles - 1);
+      const uint8_t* unit = a.weights + row_tile / a.row_warps * a.unit_bytes + (has_codes ? 0 : a.stage_code_bytes);
       const int within = row_tile % a.row_warps;
-      const uint8_t* unit = a.weights + row_tile / a.row_warps * a.unit_bytes;
-      // A lane's block and slab of x; so are token blocks.
-      const int block = min(at.token_block * (kTokens / kPrefillBlockTokens) + lane / kSlabs, a.n_stored_blocks - 1);
-      const unsigned char* x = a.x + (int64_t{block} * a.n_column_tiles * kSlabs + lane % kSlabs) * kBlockSlab;
 #pragma unroll 1
       for (int column = 0; column < a.n_column_tiles; ++column) {
-        barrier_wait(small.empty + slot, parity);
-        if (lane == 0)
-          asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(small.full + slot)),
-                       "r"(kShape.x_bytes() + kShape.weight_bytes())
-                       : "memory");
-        __syncwarp();
-        if (lane < kXCopies)
-          copy_part(x_of(slot) + lane % kSlabs * kSlabBytes + lane / kSlabs * kBlockSlab, x, kBlockSlab, small.full + slot);
         const StageWarp from = stage_of_column(a.n_stages, a.k_warps, column);
-        const uint8_t* source = unit + from.stage * a.stage_bytes;
-        const int index = from.k * a.row_warps + within;
-        if (has_codes)
-          copy_part(weights_of(slot) + own * kTile.code_bytes, source + index * kTile.code_bytes, kTile.code_bytes,
-                    small.full + slot);
-        if (has_meta)
-          copy_part(weights_of(slot) + kMetaAt + own * kTile.meta_bytes,
-                    source + a.stage_code_bytes + index * kTile.meta_bytes, kTile.meta_bytes, small.full + slot);
-        x += kSlabs * kBlockSlab;
-        if (++slot == kStages) slot = 0, parity ^= 1;
+        barrier_wait(small.weights_empty + slot.index, slot.parity);
+        if (copier == 0 && lane == 0) expect(small.weights_full + slot.index, kShape.weight_bytes());
+        if (has_codes || has_meta)
+          copy_part(weights_of(slot.index) + offset,
+                    unit + from.stage * a.stage_bytes + (from.k * a.row_warps + within) * tile_bytes,
+                    static_cast<uint32_t>(tile_bytes), small.weights_full + slot.index);
+        slot.next();
       }
     }
   }
@@ -212,95 +256,113 @@ class PrefillLinear {
                  "l"(from), "r"(n_bytes), "r"(shared_address(barrier))
                  : "memory");
   }
+  // To the same place in all blocks of the cluster.
+  __device__ __forceinline__ static void copy_to_all(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier) {
+    if constexpr (kCluster == 1) {
+      copy_part(to, from, n_bytes, barrier);
+    } else {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+              "r"(shared_address(to)),
+          "l"(from), "r"(n_bytes), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
+          : "memory");
+    }
+  }
 
   // ---- the multiplying warps ----
   __device__ __forceinline__ void multiply() {
-    const int own = group * 4 * kM + warp % 4;      // row tiles own, own + 4, ... of the block's
-    int slot = 0;
-    uint32_t parity = 0;
+    RingPlace<kXSlots> x_slot;
+    RingPlace<kWeightSlots> weight_slot;
     uint32_t operands[kBuffers][kUnitSteps][4] = {};
 #pragma unroll 1
-    for (int tile = static_cast<int>(blockIdx.x); tile < n_tiles(); tile += static_cast<int>(gridDim.x)) {
+    for (int tile = first_tile(); tile < n_tiles(); tile += tile_step()) {
       const Place at = place(tile);
-      const int row_tile = at.row_block * kRowTiles + own;
-      float power[kM][2], factor[kM][2];
+      const int row_tile = (at.row_block * kCluster + rank()) * kPrefillRowTiles + warp;
+      float power[2], factor[2];
 #pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = min(row_tile + 4 * m, a.n_row_tiles - 1) * kTileRows + lane / 4 + 8 * h;
-          power[m][h] = has_row_powers(kFormat) ? __ldcg(a.row_powers + row) : 1.0f;
-          factor[m][h] = __ldcg(a.row_factors + row);
-        }
+      for (int h = 0; h < 2; ++h) {
+        const int row = min(row_tile, a.n_row_tiles - 1) * kTileRows + lane / 4 + 8 * h;
+        power[h] = has_row_powers(kFormat) ? __ldcg(a.row_powers + row) : 1.0f;
+        factor[h] = __ldcg(a.row_factors + row);
+      }
       // Read after the barriers of store().
       for (int i = static_cast<int>(threadIdx.x) % 128; i < kTokens; i += 128)
-        small.x_scales[group][i] = __ldcg(a.x_scales + min(at.token_block * kTokens + i, a.n_stored_blocks * kPrefillBlockTokens - 1));
-      float sums[kM][kColumnTiles][4];
+        small.x_scales[group][i] = __float2bfloat16_rn(
+            __ldcg(a.x_scales + min(at.token_block * kTokens + i, a.n_stored_blocks * kPrefillBlockTokens - 1)));
+      float sums[kColumnTiles][4];
       typename Codec::Loaded loaded;
-      barrier_wait(small.full + slot, parity);
-      widen(0, slot, own, power, loaded, operands[0]);
+      widen(0, weight_slot, power, loaded, operands[0]);
 #pragma unroll 1
       for (int column = 0; column < a.n_column_tiles; ++column) {
-        const uint64_t x = slab_descriptor(shared_address(x_of(slot)));
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
-          const int m = unit / kTileUnits, first = unit % kTileUnits * kUnitSteps, next = (unit + 1) % kBuffers;
+          const int next = (unit + 1) % kBuffers;
+          const bool first_of_slab = unit % kSlabUnits == 0;
+          if (first_of_slab) barrier_wait(small.x_full + x_slot.index, x_slot.parity);
+          const uint64_t x = slab_descriptor(shared_address(x_of(x_slot.index)));
           products_begin();
 #pragma unroll
-          for (int i = 0; i < kUnitSteps; ++i) {
-            const int step = first + i;
-            multiply_step<kBf16>(sums[m], operands[unit % kBuffers][i],
-                                 x + static_cast<uint64_t>(step / 4 * (kSlabBytes / 16)) + step % 4 * kStepPieces,
-                                 step == 0 ? column : 1);
-          }
+          for (int i = 0; i < kUnitSteps; ++i)
+            multiply_step<kBf16>(sums, operands[unit % kBuffers][i], x + (unit % kSlabUnits * kUnitSteps + i) * kStepPieces,
+                                 unit == 0 && i == 0 ? column : 1);
           products_commit();
-          products_wait<BERYL_WAIT>();            // what was multiplied from the next buffer is done
+          products_wait<1>();                       // the unit before is done
           hold(operands[next]);
-          if (unit == BERYL_WAIT - 1 && column > 0) release(slot == 0 ? kStages - 1 : slot - 1);
-          if (unit + 1 < kUnits) {
-            widen(unit + 1, slot, own, power, loaded, operands[next]);
-          } else {
-            if (++slot == kStages) slot = 0, parity ^= 1;
-            if (column + 1 < a.n_column_tiles) {
-              barrier_wait(small.full + slot, parity);
-              widen(0, slot, own, power, loaded, operands[next]);
-            }
-          }
+          if (first_of_slab && (unit > 0 || column > 0)) release_x(x_slot.before());
+          if (unit % kSlabUnits == kSlabUnits - 1) x_slot.next();
+          if (unit + 1 < kUnits) widen(unit + 1, weight_slot, power, loaded, operands[next]);
+          else if (column + 1 < a.n_column_tiles) widen(0, weight_slot, power, loaded, operands[next]);
         }
       }
       products_wait<0>();
 #pragma unroll
       for (int i = 0; i < kBuffers; ++i) hold(operands[i]);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) hold(sums[m]);
-      release(slot == 0 ? kStages - 1 : slot - 1);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) store(sums[m], factor[m], row_tile + 4 * m, at.token_block * kTokens);
+      hold(sums);
+      release_x(x_slot.before());
+      store(sums, factor, row_tile, at.token_block * kTokens);
     }
     // Shared memory must outlast what still reads it.
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   }
-  __device__ __forceinline__ void release(int slot) const {
+  __device__ __forceinline__ void release_x(int slot) const {
     __syncwarp();
-    if (lane == 0) barrier_arrive(small.empty + slot);
-  }
-  // The operands of one unit; its row tile is loaded with the tile's first unit.
-  __device__ __forceinline__ void widen(int unit, int slot, int own, const float (&power)[kM][2],
-                                        typename Codec::Loaded& loaded, uint32_t (&out)[kUnitSteps][4]) const {
-    const int m = unit / kTileUnits, first = unit % kTileUnits * kUnitSteps;
-    if (first == 0) {
-      const unsigned char* weights = weights_of(slot);
-      Codec::load(loaded, weights + (own + 4 * m) * kTile.code_bytes, weights + kMetaAt + (own + 4 * m) * kTile.meta_bytes,
-                  lane);
+    if constexpr (kCluster == 1) {
+      if (lane == 0) barrier_arrive(small.x_empty + slot);
+    } else if (lane < kCluster) {
+      // Nothing was written that the other block reads: no fence.
+      asm volatile(
+          "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+          "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(small.x_empty + slot)),
+          "r"(lane)
+          : "memory");
     }
+  }
+  __device__ __forceinline__ void release_weights(RingPlace<kWeightSlots>& slot) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(small.weights_empty + slot.index);
+    slot.next();
+  }
+  // The operands of one unit. With the first the warp's row tile of the column tile comes into registers, and its slot is free.
+  __device__ __forceinline__ void widen(int unit, RingPlace<kWeightSlots>& slot, const float (&power)[2],
+                                        typename Codec::Loaded& loaded, uint32_t (&out)[kUnitSteps][4]) const {
+    if (unit == 0) barrier_wait(small.weights_full + slot.index, slot.parity);
+    const unsigned char* codes = weights_of(slot.index) + warp * kTile.code_bytes;
+    if constexpr (kTile.columns == 64) {
+      // Codes that are operands as they are: loaded at once they would lie where units under way have theirs.
 #pragma unroll
-    for (int i = 0; i < kUnitSteps; ++i) {
-#ifdef BERYL_PROBE_PLAIN
-      const uint32_t* raw = reinterpret_cast<const uint32_t*>(&loaded);
-      for (int j = 0; j < 4; ++j) out[i][j] = raw[(first + i + 2 * j) % 8];
-#else
-      Widen<Codec>::step(loaded, power[m], first + i, out[i]);
-#endif
+      for (int h = 0; h < 2; ++h) {
+        const uint4 words = reinterpret_cast<const uint4*>(codes)[lane + 32 * (2 * h + unit)];
+        out[0][h] = words.x, out[0][2 + h] = words.y;
+        out[1][h] = words.z, out[1][2 + h] = words.w;
+      }
+      if (unit + 1 == kUnits) release_weights(slot);
+    } else {
+      if (unit == 0) {
+        Codec::load(loaded, codes, weights_of(slot.index) + kMetaAt + warp * kTile.meta_bytes, lane);
+        release_weights(slot);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnitSteps; ++i) Widen<Codec>::step(loaded, power, unit * kUnitSteps + i, out[i]);
     }
   }
 
@@ -346,7 +408,7 @@ class PrefillLinear {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int token = part * kStagedTokens + 8 * i + lane % 4 * 2;
-        write(part * 2 + i, *reinterpret_cast<const float2*>(small.x_scales[group] + token),
+        write(part * 2 + i, __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(small.x_scales[group] + token)),
               staged + (8 * i + lane % 4 * 2) * kStagedStride + lane / 4);
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -361,7 +423,7 @@ class PrefillLinear {
   __device__ __forceinline__ void store_directly(const float (&sum)[kColumnTiles][4], const float (&factor)[2], int row_tile,
                                                  int first_token, bool gated) const {
     const int token = first_token + lane % 4 * 2;
-    const float2* scales = reinterpret_cast<const float2*>(small.x_scales[group] + lane % 4 * 2);
+    const __nv_bfloat162* scales = reinterpret_cast<const __nv_bfloat162*>(small.x_scales[group] + lane % 4 * 2);
     const int output = row_tile * (gated ? 8 : 16) + lane / 4;
     float* y = a.y.values + token * a.y.stride + output;
     const float* other = a.other.values + token * a.other.stride + output;
@@ -370,7 +432,7 @@ class PrefillLinear {
     const QuickGate gate(a.epilogue != DecodeEpilogue::kTimesSiluOther && a.epilogue != DecodeEpilogue::kGatedSilu);
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
-      const float2 scale = scales[4 * i];
+      const float2 scale = __bfloat1622float2(scales[4 * i]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const bool live = (j < 2 ? has_first : has_second) && 8 * i + j % 2 < left;
@@ -395,13 +457,15 @@ class PrefillLinear {
   int warp, lane, group;
 };
 
+#else
+#define BERYL_CLUSTER(n)
 #endif
 
-template <class Codec, Format kFormat, int kM, int kTokens>
-__global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __grid_constant__ PrefillKernelArgs args) {
+template <class Codec, Format kFormat, int kTokens, int kCluster>
+__global__ void __launch_bounds__(kPrefillThreads, 1) BERYL_CLUSTER(kCluster) prefill_kernel(const __grid_constant__ PrefillKernelArgs args) {
 #if BERYL_WGMMA
   extern __shared__ __align__(1024) unsigned char prefill_shared[];
-  PrefillLinear<Codec, kFormat, kM, kTokens>(args, prefill_shared).run();
+  PrefillLinear<Codec, kFormat, kTokens, kCluster>(args, prefill_shared).run();
 #endif
 }
 
@@ -409,19 +473,18 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __gri
 using PrefillKernelPointer = void (*)(PrefillKernelArgs);
 struct PrefillKernel {
   PrefillKernelPointer kernel = nullptr;            // null: none
-  int m = 0, tokens = 0, shared_bytes = 0;
+  int tokens = 0, cluster = 0, shared_bytes = 0;
 };
 struct PrefillKernels {
-  PrefillKernel kernels[3] = {};
+  PrefillKernel kernels[2] = {};
 };
-template <class Codec, Format kFormat, int kM, int kTokens>
+template <class Codec, Format kFormat, int kTokens, int kCluster>
 PrefillKernel prefill_kernel_of() {
-  return {prefill_kernel<Codec, kFormat, kM, kTokens>, kM, kTokens, PrefillShape{kFormat, kM, kTokens}.shared_bytes()};
+  return {prefill_kernel<Codec, kFormat, kTokens, kCluster>, kTokens, kCluster, PrefillShape{kFormat, kTokens}.shared_bytes()};
 }
 template <class Codec, Format kFormat>
 PrefillKernels prefill_kernels() {
-  return {{prefill_kernel_of<Codec, kFormat, 1, 128>(), prefill_kernel_of<Codec, kFormat, 2, 128>(),
-           prefill_kernel_of<Codec, kFormat, 1, 256>()}};
+  return {{prefill_kernel_of<Codec, kFormat, 128, 2>(), prefill_kernel_of<Codec, kFormat, 256, 2>()}};
 }
 
 // In prefill_FAMILY.cu, so that they compile side by side; empty for formats of another family.

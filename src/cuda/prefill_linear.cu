@@ -45,9 +45,9 @@ ScratchLayout scratch_layout(const MatvecPlan& plan, int64_t n_rows) {
 // The cost of a product with this kernel, in tiles of 128 x 128 one after the other. Where a tile of W is widened for fewer
 // tokens, or x read for fewer rows, they cost more each.
 double cost(const MatvecPlan& plan, int n_rows, const PrefillKernel& kernel, int n_sms) {
-  const int tiles = ceil_div(plan.n_row_tiles, kernel.m * 8) * ceil_div(n_rows, kernel.tokens);
-  const int size = kernel.m * kernel.tokens / 128;
-  return ceil_div(tiles, n_sms) * size * (size == 1 ? 1.1 : kernel.m == 2 ? 1.0 : 0.99);
+  const int tiles = ceil_div(plan.n_row_tiles, kPrefillRowTiles * kernel.cluster) * ceil_div(n_rows, kernel.tokens);
+  const int size = kernel.tokens / 128;
+  return ceil_div(tiles, n_sms / kernel.cluster) * size * (size == 1 ? 1.15 : 1.0);
 }
 
 }  // namespace
@@ -139,11 +139,12 @@ void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, 
   const bool aligned = reinterpret_cast<uintptr_t>(args.y.values) % 16 == 0 && args.y.stride % 4 == 0 && product.outputs % 4 == 0;
   product.staged = aligned && (gated || args.epilogue == DecodeEpilogue::kStore);
   product.n_token_blocks = ceil_div(args.n_rows, kernel.tokens);
-  product.n_row_blocks = ceil_div(plan.n_row_tiles, kernel.m * 8);
+  product.n_row_blocks = ceil_div(plan.n_row_tiles, kPrefillRowTiles * kernel.cluster);
   product.n_stored_blocks = ceil_div(args.n_rows, kPrefillBlockTokens);
   product.group_blocks = std::min(product.n_token_blocks, 2048 / kernel.tokens);
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(std::min(product.n_row_blocks * product.n_token_blocks, device.n_sms)));
+  const int n_clusters = std::min(product.n_row_blocks * product.n_token_blocks, device.n_sms / kernel.cluster);
+  shape.grid = dim3(static_cast<unsigned>(n_clusters * kernel.cluster));
   shape.block = dim3(kPrefillThreads);
   shape.shared_bytes = kernel.shared_bytes;
   shape.name = "Linear";

@@ -1,8 +1,8 @@
 // x for the product of many rows: norm, 16 bits, in the order of the format's operands; and the powers of two of rows of W.
 //
 // The first blocks are a row of x each: it goes once through shared memory, where every 32 columns are followed by 4 unused
-// ones, so that the gathers of all orders but two are free of conflicts. The last blocks have 8 row tiles of W each, a warp
-// a tile, and read its meta data: 2 bytes of 66 in FP4.
+// ones, so that the gathers of all orders but two are free of conflicts. The last blocks have a row tile of W for each warp,
+// and read its meta data: 2 bytes of 66 in FP4.
 //
 // Moves cols · (4 + 2) bytes a row of x.
 #include "cuda/prefill_prepare.h"
@@ -16,7 +16,7 @@ namespace beryl::cuda {
 
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kHeld = 4;             // loads of 16 bytes that a thread has under way
 
 // Floats of a row in shared memory.
 __host__ __device__ constexpr int padded_at(int column) { return column + column / 32 * 4; }
@@ -32,37 +32,44 @@ __device__ __forceinline__ Power power_of(float bound) {
   return {__uint_as_float(static_cast<uint32_t>(down) << 23), __uint_as_float(static_cast<uint32_t>(254 - down) << 23)};
 }
 
-template <Format kFormat>
+template <Format kFormat, int kThreads>
 __device__ __forceinline__ void prepare_row(const PrefillPrepareArgs& a, int row, float* values) {
   constexpr XOrder kOrder = x_order(kFormat);
   constexpr bool kBf16 = kFormat == Format::kBf16;
   __shared__ float sums[32];
-  __shared__ uint32_t largest[kWarps];
+  __shared__ uint32_t largest[kThreads / 32];
   const int thread = static_cast<int>(threadIdx.x), n_columns = a.n_slabs * 64;
   const bool live = row < a.n_rows;
   const float* x = a.x.values + int64_t{live ? row : 0} * a.x.stride;
   float squares = 0;
   uint32_t most = 0;
-#pragma unroll 4
-  for (int column = thread * 4; column < n_columns; column += kThreads * 4) {
-    float4 v = make_float4(0, 0, 0, 0);
-    if (live && column < a.cols) {
-      v = __ldcg(reinterpret_cast<const float4*>(x + column));
+  for (int begin = 0; begin < n_columns; begin += kThreads * 4 * kHeld) {
+    float4 held[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int column = begin + (i * kThreads + thread) * 4;
+      held[i] = live && column < a.cols ? __ldcg(reinterpret_cast<const float4*>(x + column)) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int column = begin + (i * kThreads + thread) * 4;
+      if (column >= n_columns) break;
+      float4 v = held[i];
       if (a.has_norm) {
         squares = dot(v, v, squares);
-        v = times(v, load_weight4(a.norm_weight, column));
+        if (column < a.cols) v = times(v, load_weight4(a.norm_weight, column));
       }
+      *reinterpret_cast<float4*>(values + padded_at(column)) = v;
+      const float magnitude = max_or_nan(max_or_nan(fabsf(v.x), fabsf(v.y)), max_or_nan(fabsf(v.z), fabsf(v.w)));
+      most = max(most, __float_as_uint(magnitude) & 0x7fffffffu);
     }
-    *reinterpret_cast<float4*>(values + padded_at(column)) = v;
-    const float magnitude = max_or_nan(max_or_nan(fabsf(v.x), fabsf(v.y)), max_or_nan(fabsf(v.z), fabsf(v.w)));
-    most = max(most, __float_as_uint(magnitude) & 0x7fffffffu);
   }
   most = __reduce_max_sync(kAllLanes, most);
   if (thread % 32 == 0) largest[thread / 32] = most;
   // Its barriers are those of values and largest too.
   const float square_sum = block_sum(squares, sums);
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) most = max(most, largest[i]);
+  for (int i = 0; i < kThreads / 32; ++i) most = max(most, largest[i]);
   float factor = 1.0f;
   if (a.has_norm && live) factor = rsqrtf(__fmaf_rn(square_sum, 1.0f / static_cast<float>(a.cols), a.norm_eps));
   float scale = 1.0f;
@@ -113,24 +120,30 @@ __device__ __forceinline__ void prepare_row_tile(const PrefillPrepareArgs& a, in
   a.row_factors[at] = own * power.up * (1.0f / widened_unit(kFormat));
 }
 
-template <Format kFormat>
-__global__ void __launch_bounds__(kThreads) prefill_prepare_kernel(PrefillPrepareArgs args) {
+template <Format kFormat, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1536 / kThreads) prefill_prepare_kernel(PrefillPrepareArgs args) {
   extern __shared__ __align__(16) float row_values[];
   grid_wait();
   const int block = static_cast<int>(blockIdx.x);
-  if (block < args.padded_rows) return prepare_row<kFormat>(args, block, row_values);
-  const int row_tile = (block - args.padded_rows) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  if (block < args.padded_rows) return prepare_row<kFormat, kThreads>(args, block, row_values);
+  const int row_tile = (block - args.padded_rows) * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
   if (row_tile < args.n_row_tiles) prepare_row_tile<kFormat>(args, row_tile);
 }
 
-template <Format kFormat>
-void launch_of(const PrefillPrepareArgs& args, const LaunchContext& context) {
+template <Format kFormat, int kThreads>
+void launch_with(const PrefillPrepareArgs& args, const LaunchContext& context) {
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(args.padded_rows + ceil_div(args.n_row_tiles, kWarps)));
+  shape.grid = dim3(static_cast<unsigned>(args.padded_rows + ceil_div(args.n_row_tiles, kThreads / 32)));
   shape.block = dim3(kThreads);
   shape.shared_bytes = padded_at(args.n_slabs * 64) * static_cast<int>(sizeof(float));
   shape.name = "Linear, preparing rows";
-  launch(context, shape, prefill_prepare_kernel<kFormat>, args);
+  launch(context, shape, prefill_prepare_kernel<kFormat, kThreads>, args);
+}
+// Wide rows leave room for few blocks on a multiprocessor.
+template <Format kFormat>
+void launch_of(const PrefillPrepareArgs& args, const LaunchContext& context) {
+  if (args.n_slabs <= 128) launch_with<kFormat, 256>(args, context);
+  else launch_with<kFormat, 512>(args, context);
 }
 
 }  // namespace

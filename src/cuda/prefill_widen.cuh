@@ -127,7 +127,8 @@ __device__ __forceinline__ uint32_t e2m1_halves(uint32_t word, int i) {
   return (top & 0x80008000u) | (magnitude & 0x0e000e00u);
 }
 
-// step(): operands of 16 columns (step 0..7 of a tile of 128), `power`: those of the lane's two rows.
+// step(): operands of 16 columns (step 0..7 of a tile of 128), `power`: those of the lane's two rows. 16-bit weights are operands
+// as they lie in a tile.
 template <class Codec>
 struct Widen;
 
@@ -261,17 +262,6 @@ struct Widen<Fp8> {
       const uint32_t word = word_of(tile.codes.words[2 * h + step / 4], step % 4);
       a[h] = e4m3_to_f16(word);
       a[2 + h] = e4m3_to_f16(word >> 16);
-    }
-  }
-};
-template <bool kBf16>
-struct Widen<Float16<kBf16>> {
-  __device__ static __forceinline__ void step(const typename Float16<kBf16>::Loaded& tile, const float (&)[2], int step,
-                                              uint32_t (&a)[4]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      a[h] = word_of(tile.words[2 * h + step / 2], step % 2 * 2);
-      a[2 + h] = word_of(tile.words[2 * h + step / 2], step % 2 * 2 + 1);
     }
   }
 };
