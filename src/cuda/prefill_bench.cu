@@ -7,10 +7,12 @@
 //                                   where its library is found) on the same shape in the same run; the first format for
 //                                   128 to 8192 rows, others for 2048
 //   prefill_bench quick [formats]   2048 rows, without cuBLASLt
+//   --tokens 128, --head-start N    behind the mode: as PrefillTuning says
 //
 // Times are medians of graph replays; each launch of a graph has weights of its own, so that they come from memory. Of our
 // products the time contains the launch that prepares x; its own time is printed besides.
 #include <cstdio>
+#include <cstdlib>
 #include <limits>
 
 #include <cublasLt.h>
@@ -26,6 +28,8 @@ using namespace beryl::cuda;
 namespace {
 
 constexpr int kGuard = 4096;        // floats, behind y and scratch
+
+PrefillTuning tuning;
 
 bool all_good = true;
 void expect(bool condition, const std::string& what) {
@@ -153,7 +157,7 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
   for (const int n : counts) {
     y.poison(), scratch.poison();
     args.n_rows = n;
-    launch_prefill_linear(m->plan, args, device, context);
+    launch_prefill_linear(m->plan, args, device, context, tuning);
     check(cudaStreamSynchronize(context.stream), "product");
     const std::vector<float> got = y.host();
     if (whole.empty()) whole = got;
@@ -200,7 +204,7 @@ void check_special(const MatvecDevice& device, const LaunchContext& context) {
   BatchLinearArgs args = {};
   args.weights = reinterpret_cast<const uint8_t*>(weights.data());
   args.x = {x.data(), 512}, args.n_rows = 4, args.y = {y.data(), 256}, args.scratch = scratch.data();
-  launch_prefill_linear(m->plan, args, device, context);
+  launch_prefill_linear(m->plan, args, device, context, tuning);
   check(cudaStreamSynchronize(context.stream), "special rows");
   const auto got = y.host();
   for (int i = 0; i < 256; ++i) {
@@ -360,7 +364,7 @@ void speed(Format format, bool with_library, const std::vector<int>& counts, con
       const double us = 1000.0 / kLaunches * time_graph(context.stream, [&] {
         for (int i = 0; i < kLaunches; ++i) {
           args.weights = reinterpret_cast<const uint8_t*>(weights[i % kCopies]->data());
-          launch_prefill_linear(m->plan, args, device, context);
+          launch_prefill_linear(m->plan, args, device, context, tuning);
         }
       }, 7);
       const double prepare_us = 1000.0 / kLaunches * time_graph(context.stream, [&] {
@@ -393,7 +397,13 @@ void speed(Format format, bool with_library, const std::vector<int>& counts, con
 int main(int argc, char** argv) {
   try {
     const std::string mode = argc > 1 ? argv[1] : "check";
-    const std::vector<std::string> names(argv + std::min(argc, 2), argv + argc);
+    std::vector<std::string> names;
+    for (int i = 2; i < argc; ++i) {
+      const std::string word = argv[i];
+      if (word == "--tokens" && i + 1 < argc) tuning.tokens = std::atoi(argv[++i]);
+      else if (word == "--head-start" && i + 1 < argc) tuning.head_start = std::atoi(argv[++i]);
+      else names.push_back(word);
+    }
     const MatvecDevice device = this_device();
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, 0), "device");

@@ -2,7 +2,6 @@
 #include "cuda/prefill_linear.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "base/error.h"
 #include "cuda/index_math.h"
@@ -14,6 +13,7 @@ namespace beryl::cuda {
 namespace {
 
 constexpr int64_t kAlignment = 1024;
+constexpr int kHeadStart = 1000;              // cycles: about a column tile
 
 PrefillKernels find_kernels(Format format) {
   for (auto* family : {prefill_e2m1_kernels, prefill_integer_kernels, prefill_k_kernels, prefill_float_kernels}) {
@@ -103,7 +103,7 @@ void prepare_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args,
 }
 
 void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, const MatvecDevice& device,
-                           const LaunchContext& context) {
+                           const LaunchContext& context, PrefillTuning tuning) {
   const bool gated = args.epilogue == DecodeEpilogue::kGatedGelu || args.epilogue == DecodeEpilogue::kGatedSilu;
   BERYL_CHECK(gated == plan.gated, "gated epilogues go with gated plans");
   prepare_prefill_linear(plan, args, context);
@@ -112,10 +112,10 @@ void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, 
   const ScratchLayout layout = scratch_layout(plan, args.n_rows);
   const PrefillKernels kernels = find_kernels(plan.format);
   PrefillKernel kernel = kernels.kernels[0];
-  for (const PrefillKernel& other : kernels.kernels)
-    if (other.kernel != nullptr && cost(plan, args.n_rows, other, device.n_sms) < cost(plan, args.n_rows, kernel, device.n_sms))
-      kernel = other;
-  if (const char* force = std::getenv("BERYL_PREFILL_SHAPE")) kernel = kernels.kernels[std::atoi(force)];
+  for (const PrefillKernel& other : kernels.kernels) {
+    const bool cheaper = cost(plan, args.n_rows, other, device.n_sms) < cost(plan, args.n_rows, kernel, device.n_sms);
+    if (tuning.tokens == 0 ? cheaper : other.tokens == tuning.tokens) kernel = other;
+  }
   PrefillKernelArgs product = {};
   product.weights = args.weights;
   product.unit_bytes = plan.unit_bytes;
@@ -135,6 +135,7 @@ void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, 
   product.n_rows = args.n_rows;
   product.outputs = static_cast<int>(plan.outputs());
   product.softcap = args.softcap;
+  product.head_start = tuning.head_start >= 0 ? tuning.head_start : kHeadStart;
   product.epilogue = args.epilogue;
   const bool aligned = reinterpret_cast<uintptr_t>(args.y.values) % 16 == 0 && args.y.stride % 4 == 0 && product.outputs % 4 == 0;
   product.staged = aligned && (gated || args.epilogue == DecodeEpilogue::kStore);

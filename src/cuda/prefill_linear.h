@@ -20,9 +20,15 @@ bool has_prefill_linear();
 // Bytes of scratch for calls with up to n_rows rows; nothing has to be zero. Calls on one stream may share one scratch.
 int64_t prefill_scratch_bytes(const MatvecPlan& plan, int64_t n_rows);
 
+// What measurements and checks choose by hand; the results are the same bits.
+struct PrefillTuning {
+  int tokens = 0;                   // of a block, 128 or 256; 0: chosen
+  int head_start = -1;              // cycles that half of a block goes ahead; -1: chosen
+};
+
 // Only launches, so it may be captured. args.scratch: [prefill_scratch_bytes], 128-byte aligned; rows of x 16-byte aligned.
 void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, const MatvecDevice& device,
-                           const LaunchContext& context);
+                           const LaunchContext& context, PrefillTuning tuning = {});
 
 // The first of its two launches alone, for measurements.
 void prepare_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, const LaunchContext& context);
