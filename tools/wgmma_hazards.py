@@ -9,7 +9,7 @@ status 1: a hazard was found, or a kernel waits for every group (serialised)."""
 import re
 import sys
 
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Zx0-9_.]+)\s*(.*?)\s*;")
 WITHOUT_RESULT = ("ST", "SYNCS.ARRIVE", "RED", "UBLKCP", "BAR", "BRA")
 
 

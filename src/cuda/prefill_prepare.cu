@@ -1,8 +1,8 @@
 // x for the product of many rows: norm, 16 bits, in the order of the format's operands; and the powers of two of rows of W.
 //
-// The first blocks are a row of x each: it goes once through shared memory, where every 32 columns are followed by 4 unused
-// ones, so that the gathers of all orders but two are free of conflicts. The last blocks have a row tile of W for each warp,
-// and read its meta data: 2 bytes of 66 in FP4.
+// The first blocks have a row tile of W for each warp and read its meta data (2 bytes of 66 in FP4); they come first because
+// each waits for several loads in turn. The others have a row of x each: it goes once through shared memory, where every 32
+// columns are followed by 4 unused ones, so that the gathers of all orders but two are free of conflicts.
 //
 // Moves cols · (4 + 2) bytes a row of x.
 #include "cuda/prefill_prepare.h"
@@ -124,9 +124,9 @@ template <Format kFormat, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1536 / kThreads) prefill_prepare_kernel(PrefillPrepareArgs args) {
   extern __shared__ __align__(16) float row_values[];
   grid_wait();
-  const int block = static_cast<int>(blockIdx.x);
-  if (block < args.padded_rows) return prepare_row<kFormat, kThreads>(args, block, row_values);
-  const int row_tile = (block - args.padded_rows) * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+  const int block = static_cast<int>(blockIdx.x), n_tile_blocks = (args.n_row_tiles + kThreads / 32 - 1) / (kThreads / 32);
+  if (block >= n_tile_blocks) return prepare_row<kFormat, kThreads>(args, block - n_tile_blocks, row_values);
+  const int row_tile = block * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
   if (row_tile < args.n_row_tiles) prepare_row_tile<kFormat>(args, row_tile);
 }
 
