@@ -1,17 +1,18 @@
 // The product of prefill_linear.h: y = epilogue(W · x), x as 16-bit values that a kernel before has laid out.
 //
-// A block makes 128 · kM rows of W times 128 tokens at a time. Two groups of four warps multiply, each warp 16 rows of W
-// (kM times): it takes its own packed tiles out of shared memory, widens 64 columns of them in registers (prefill_widen.cuh)
-// while the tensor cores multiply the 64 before, and never writes them anywhere. A warp of a third group keeps a ring of
-// stages full by bulk copies: one column tile of W (packed) and the same columns of x. Blocks stay and take one product tile
-// after the other; those at work together share x and W through the L2.
+// A block makes 128 rows of W times 128 or 256 tokens at a time, 8 warps with 16 rows of W each, in two groups of four. A warp
+// takes its own packed tile of W out of shared memory into registers, widens 64 columns of it there (prefill_widen.cuh) while
+// the tensor cores multiply the 64 before, and never writes them anywhere. The warps of a third group keep two rings full by bulk
+// copies: slabs of x (64 columns), and column tiles of W as they are packed. Two blocks with neighbouring rows of W form a cluster and
+// share x: each copies half of every slab to both. Blocks stay and take one product tile after the other; those at work together
+// share W and x through the L2. y leaves by way of shared memory in whole lines. One group begins a little after the other, so
+// that they do not store at the same time.
 //
 //   x        [token blocks][slabs of 64 columns][128 tokens][128 bytes], 16-byte pieces exchanged (prefill_wgmma.cuh)
-//   stage    [slabs of a column tile] of that, [8 · kM] codes, [8 · kM] meta data
 //
-// Per column tile of 128 and product tile of 256 x 128: 32 KB of x and 17 KB of FP4 from the L2, 2,048 cycles of the tensor
-// cores. The sum of an output runs from left to right through all columns, whatever the tile: a row's bits do not depend on
-// the number of rows.
+// Per 128 columns and product tile of 128 x 256: 32 KB of x (and as much from the other block) and 8.4 KB of FP4 from the L2,
+// 2,048 cycles of the tensor cores. The sum of an output runs from left to right through all columns, whatever the tile: a row's
+// bits do not depend on the number of rows.
 #pragma once
 
 #include <cstdint>
