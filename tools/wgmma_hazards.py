@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Registers that tensor cores still read must not be written: wgmma takes operands from registers while the warp goes on, and
-nothing but the compiler's good will keeps other instructions from writing them before the wait (src/cuda/prefill_wgmma.cuh).
+"""Registers that tensor cores still read must not be written: wgmma takes operands from registers while the warp goes on,
+and nothing but the compiler's good will keeps other instructions from writing them before the wait
+(src/cuda/prefill_wgmma.cuh).
 
     cuobjdump -xelf all prefill_e2m1.cu.o && nvdisasm -c *.cubin | tools/wgmma_hazards.py
 
-Reads each kernel's innermost loop around its HGMMA instructions, twice in a row, and follows which groups are under way. Exit
-status 1: a hazard was found, or a kernel waits for every group (serialised)."""
+Reads each kernel's innermost loop around its HGMMA instructions, twice in a row, and follows which groups are under way.
+Exit status 1: a hazard was found, or a kernel waits for every group (serialised)."""
 import re
 import sys
 
@@ -51,7 +52,8 @@ def main():
         if not products:
             continue
         labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
-        jumps = [(labels[m.group(1)], i) for i, line in enumerate(lines) if (m := re.search(r"BRA.*`\((\.L_x_\d+)\)", line))]
+        jumps = [(labels[m.group(1)], i) for i, line in enumerate(lines)
+                 if (m := re.search(r"BRA.*`\((\.L_x_\d+)\)", line))]
         loops = [(begin, end) for begin, end in jumps if begin < products[0] and end > products[-1]]
         if not loops:
             print(lines[0].split(":")[0], "has no loop around its products")

@@ -72,7 +72,7 @@ inline HostMatrix random_matrix(Format format, int64_t rows, int64_t cols, uint6
         case Format::kNvfp4:
           for (int g = 0; g < 4; ++g) block[g] = static_cast<std::byte>(f32_to_e4m3(size * unit() / 2 * 8));
           break;
-        case Format::kFp8: block[0] &= static_cast<std::byte>(0xbf); break;      // below 2, no NaN
+        case Format::kFp8: block[0] &= static_cast<std::byte>(0xbf); break;  // below 2, no NaN
         case Format::kF16: put16(block, f32_to_f16(size * 3.4f * (to_unit_float(next()) - 0.5f))); break;
         case Format::kBf16: put16(block, f32_to_bf16(size * 3.4f * (to_unit_float(next()) - 0.5f))); break;
         default: break;
@@ -130,8 +130,8 @@ struct Packed {
   MatvecPlan plan;
   std::vector<std::byte> bytes;
 };
-inline std::unique_ptr<Packed> pack(Format format, const std::vector<int64_t>& rows, int64_t cols, bool gated, int n_sms,
-                             uint64_t seed) {
+inline std::unique_ptr<Packed> pack(Format format, const std::vector<int64_t>& rows, int64_t cols, bool gated,
+                                    int n_sms, uint64_t seed) {
   auto packed = std::make_unique<Packed>();
   for (size_t i = 0; i < rows.size(); ++i) packed->parts.push_back(random_matrix(format, rows[i], cols, seed * 16 + i));
   for (const HostMatrix& part : packed->parts) packed->source.parts.push_back(&part);

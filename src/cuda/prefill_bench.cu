@@ -1,16 +1,18 @@
 // The products of many rows alone: a program of its own.
 //
-//   prefill_bench check [formats]   every format, epilogue and several numbers of rows against double precision, within a
-//                                   bound from the data, and against themselves: a row has the same bits whatever the number
-//                                   of rows; nothing beyond y and scratch is written
-//   prefill_bench speed [formats]   the products of a layer of Gemma 4 12B for prompts, in TFLOP/s, beside cuBLASLt (bf16,
+//   prefill_bench check [formats]   every format, epilogue and several numbers of rows against double precision, within
+//   a
+//                                   bound from the data, and against themselves: a row has the same bits whatever the
+//                                   number of rows; nothing beyond y and scratch is written
+//   prefill_bench speed [formats]   the products of a layer of Gemma 4 12B for prompts, in TFLOP/s, beside cuBLASLt
+//   (bf16,
 //                                   where its library is found) on the same shape in the same run; the first format for
 //                                   128 to 8192 rows, others for 2048
 //   prefill_bench quick [formats]   2048 rows, without cuBLASLt
 //   --tokens 128, --head-start N    behind the mode: as PrefillTuning says
 //
-// Times are medians of graph replays; each launch of a graph has weights of its own, so that they come from memory. Of our
-// products the time contains the launch that prepares x; its own time is printed besides.
+// Times are medians of graph replays; each launch of a graph has weights of its own, so that they come from memory. Of
+// our products the time contains the launch that prepares x; its own time is printed besides.
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -27,7 +29,7 @@ using namespace beryl::cuda;
 
 namespace {
 
-constexpr int kGuard = 4096;        // floats, behind y and scratch
+constexpr int kGuard = 4096;  // floats, behind y and scratch
 
 PrefillTuning tuning;
 
@@ -43,16 +45,16 @@ bool is_gated(DecodeEpilogue e) { return e == DecodeEpilogue::kGatedGelu || e ==
 struct ReferenceArgs {
   PackedMatrix matrix;
   RowsView x, other;
-  const float* norm_weight;         // null: 1
+  const float* norm_weight;  // null: 1
   bool has_norm;
   float eps, softcap;
   DecodeEpilogue epilogue;
   int n_rows, outputs;
-  double* y;                        // [n_rows][outputs]
+  double* y;  // [n_rows][outputs]
   double* bounds;
 };
 struct Sum {
-  double value = 0, squares = 0;    // of weight · x
+  double value = 0, squares = 0;  // of weight · x
 };
 __device__ Sum product(const ReferenceArgs& a, int64_t row, int token, double factor) {
   Sum sum;
@@ -123,7 +125,8 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
   auto xs = random_values(static_cast<size_t>(n_max * cols), seed + 1, 30);
   // Rows of very different sizes.
   for (int row = 0; row < n_max && !c.norm; ++row)
-    for (int64_t i = 0; i < cols; ++i) xs[row * cols + i] = std::ldexp(xs[row * cols + i], row % 7 == 3 ? -30 : row % 7 == 5 ? 9 : 0);
+    for (int64_t i = 0; i < cols; ++i)
+      xs[row * cols + i] = std::ldexp(xs[row * cols + i], row % 7 == 3 ? -30 : row % 7 == 5 ? 9 : 0);
   const auto norms = random_values(static_cast<size_t>(cols), seed + 3);
   const auto others = random_values(static_cast<size_t>(n_max * outputs), seed + 5);
   const Device<float> x(xs), norm(norms), other(others), y(static_cast<size_t>(n_max * outputs) + kGuard);
@@ -139,13 +142,24 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
   args.scratch = scratch.data();
 
   const Device<double> exact(static_cast<size_t>(n_max * outputs)), bounds(static_cast<size_t>(n_max * outputs));
-  ReferenceArgs reference = {packed_matrix(m->plan, args.weights), args.x, args.other, norm.data(), c.norm, 1e-6f, 3, c.epilogue,
-                             n_max, static_cast<int>(outputs), exact.data(), bounds.data()};
+  ReferenceArgs reference = {packed_matrix(m->plan, args.weights),
+                             args.x,
+                             args.other,
+                             norm.data(),
+                             c.norm,
+                             1e-6f,
+                             3,
+                             c.epilogue,
+                             n_max,
+                             static_cast<int>(outputs),
+                             exact.data(),
+                             bounds.data()};
   // Where there are mins, roundings are relative to code and min, which all but cancel in many weights.
-  const bool mins = c.format == Format::kQ4_1 || c.format == Format::kQ5_1 || c.format == Format::kQ4_K || c.format == Format::kQ5_K;
+  const bool mins =
+      c.format == Format::kQ4_1 || c.format == Format::kQ5_1 || c.format == Format::kQ4_K || c.format == Format::kQ5_K;
   const double roundoff = c.format == Format::kBf16 ? 0x1p-9 : mins ? 0x1p-10 : 0x1p-12 * 1.5;
-  reference_kernel<<<dim3(static_cast<unsigned>((outputs + 127) / 128), static_cast<unsigned>(n_max)), 128, 0, context.stream>>>(
-      reference, roundoff);
+  reference_kernel<<<dim3(static_cast<unsigned>((outputs + 127) / 128), static_cast<unsigned>(n_max)), 128, 0,
+                     context.stream>>>(reference, roundoff);
   check(cudaGetLastError(), "reference");
   check(cudaStreamSynchronize(context.stream), "reference");
   const auto ref = exact.host(), bound = bounds.host();
@@ -179,16 +193,17 @@ void check_case(const CheckCase& c, const std::vector<int>& counts, const Matvec
       beyond += bits != ~0u;
     }
     const std::vector<std::byte> after = scratch.host();
-    for (size_t i = static_cast<size_t>(prefill_scratch_bytes(m->plan, n)); i < after.size(); ++i) beyond += after[i] != std::byte{0xff};
+    for (size_t i = static_cast<size_t>(prefill_scratch_bytes(m->plan, n)); i < after.size(); ++i)
+      beyond += after[i] != std::byte{0xff};
     same = same && differ == 0;
     const std::string what = name + ", " + std::to_string(n) + " rows: ";
     expect(wrong == 0, what + std::to_string(wrong) + " outputs beyond their bound");
     expect(differ == 0, what + std::to_string(differ) + " bits depend on the number of rows");
     expect(beyond == 0, what + std::to_string(beyond) + " written beyond");
   }
-  std::printf("%-9s %6ld x %5ld, epilogue %d, norm %d: relative error %.1e, worst of bound %.2f, bits %s\n", name.c_str(),
-              static_cast<long>(m->plan.rows), static_cast<long>(cols), static_cast<int>(c.epilogue), c.norm,
-              std::sqrt(difference / size), worst, same ? "equal" : "DIFFER");
+  std::printf("%-9s %6ld x %5ld, epilogue %d, norm %d: relative error %.1e, worst of bound %.2f, bits %s\n",
+              name.c_str(), static_cast<long>(m->plan.rows), static_cast<long>(cols), static_cast<int>(c.epilogue),
+              c.norm, std::sqrt(difference / size), worst, same ? "equal" : "DIFFER");
   std::fflush(stdout);
 }
 // Rows with NaN or infinity are NaN, zeros are zeros, and neither touches the others.
@@ -227,14 +242,15 @@ void check_all(const std::vector<std::string>& names, const MatvecDevice& device
     check_case({f, {1000, 1000}, 1024, E::kGatedGelu, true}, {200, 130}, device, context, seed += 100);
     const int64_t odd = k ? 768 : f == Format::kFp4G128 ? 896 : f == Format::kNvfp4 ? 576 : 608;
     check_case({f, {777}, odd, E::kSoftcap, false}, {257, 100}, device, context, seed += 100);
-    check_case({f, {40, 40}, k ? 1280 : 1024 + (f == Format::kFp4G128 ? 128 : 64), E::kGatedSilu, true}, {130}, device, context,
-               seed += 100);
+    check_case({f, {40, 40}, k ? 1280 : 1024 + (f == Format::kFp4G128 ? 128 : 64), E::kGatedSilu, true}, {130}, device,
+               context, seed += 100);
     check_case({f, {320}, 5120, E::kGeluTimesOther, false}, {66}, device, context, seed += 100);
     check_case({f, {300}, 512, E::kTimesGeluOther, true}, {66}, device, context, seed += 100);
     check_case({f, {300}, 512, E::kTimesSiluOther, true}, {66}, device, context, seed += 100);
   }
   // More tiles than blocks, and several groups of tokens; all kernels a few times over.
-  if (names.empty()) check_case({Format::kFp4G128, {4600}, 640, E::kStore, true}, {2200, 2200, 1100}, device, context, seed += 100);
+  if (names.empty())
+    check_case({Format::kFp4G128, {4600}, 640, E::kStore, true}, {2200, 2200, 1100}, device, context, seed += 100);
   std::printf("check: %s\n", all_good ? "all passed" : "FAILED");
 }
 
@@ -284,20 +300,23 @@ class Lt {
     preference_set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
     int n_found = 0;
     cublasLtMatmulHeuristicResult_t result = {};
-    if (heuristic(handle_, desc_, w_, x_, y_, y_, preference, 1, &result, &n_found) != CUBLAS_STATUS_SUCCESS || n_found == 0)
+    if (heuristic(handle_, desc_, w_, x_, y_, y_, preference, 1, &result, &n_found) != CUBLAS_STATUS_SUCCESS ||
+        n_found == 0)
       throw Error(ErrorCode::kDevice, "cuBLASLt has no algorithm");
     algorithm_ = result.algo;
   }
   void launch(const void* w, const void* x, void* y, cudaStream_t stream) {
     const float one = 1, zero = 0;
-    if (multiply_(handle_, desc_, &one, w, w_, x, x_, &zero, y, y_, y, y_, &algorithm_, workspace_.data(), workspace_.n, stream) !=
-        CUBLAS_STATUS_SUCCESS)
+    if (multiply_(handle_, desc_, &one, w, w_, x, x_, &zero, y, y_, y, y_, &algorithm_, workspace_.data(), workspace_.n,
+                  stream) != CUBLAS_STATUS_SUCCESS)
       throw Error(ErrorCode::kDevice, "cuBLASLt fails");
   }
 
  private:
   template <class F>
-  void take(const char* name, F& to) { to = reinterpret_cast<F>(dlsym(library_, name)); }
+  void take(const char* name, F& to) {
+    to = reinterpret_cast<F>(dlsym(library_, name));
+  }
   void* library_;
   cublasLtHandle_t handle_ = nullptr;
   decltype(&cublasLtCreate) create_ = nullptr;
@@ -314,9 +333,10 @@ struct ShapeCase {
   std::vector<int64_t> rows;
   int64_t cols;
   bool gated, norm;
-  int per_layer;                    // of 48 layers; the global layers' shapes are near enough
+  int per_layer;  // of 48 layers; the global layers' shapes are near enough
 };
-void speed(Format format, bool with_library, const std::vector<int>& counts, const MatvecDevice& device, const LaunchContext& context) {
+void speed(Format format, bool with_library, const std::vector<int>& counts, const MatvecDevice& device,
+           const LaunchContext& context) {
   constexpr int kCopies = 4, kLaunches = 8;
   const std::vector<ShapeCase> shapes = {{"qkv", {4096, 2048, 2048}, 3840, false, true, 1},
                                          {"o", {3840}, 4096, false, false, 1},
@@ -331,7 +351,8 @@ void speed(Format format, bool with_library, const std::vector<int>& counts, con
     const int64_t rows = m->plan.rows, cols = s.cols, outputs = m->plan.outputs();
     std::vector<std::unique_ptr<Device<std::byte>>> weights;
     for (int i = 0; i < kCopies; ++i) weights.push_back(std::make_unique<Device<std::byte>>(m->bytes));
-    const Device<float> x(static_cast<size_t>(n_max * cols)), y(static_cast<size_t>(n_max * outputs)), norm(static_cast<size_t>(cols));
+    const Device<float> x(static_cast<size_t>(n_max * cols)), y(static_cast<size_t>(n_max * outputs)),
+        norm(static_cast<size_t>(cols));
     fill_f32_kernel<<<264, 256, 0, context.stream>>>(x.data(), n_max * cols, 1);
     fill_f32_kernel<<<264, 256, 0, context.stream>>>(norm.data(), cols, 2);
     const Device<std::byte> scratch(static_cast<size_t>(prefill_scratch_bytes(m->plan, n_max)));
@@ -361,35 +382,52 @@ void speed(Format format, bool with_library, const std::vector<int>& counts, con
       args.epilogue = s.gated ? DecodeEpilogue::kGatedGelu : DecodeEpilogue::kStore;
       args.y = {y.data(), outputs};
       args.scratch = scratch.data();
-      const double us = 1000.0 / kLaunches * time_graph(context.stream, [&] {
-        for (int i = 0; i < kLaunches; ++i) {
-          args.weights = reinterpret_cast<const uint8_t*>(weights[i % kCopies]->data());
-          launch_prefill_linear(m->plan, args, device, context, tuning);
-        }
-      }, 7);
-      const double prepare_us = 1000.0 / kLaunches * time_graph(context.stream, [&] {
-        for (int i = 0; i < kLaunches; ++i) prepare_prefill_linear(m->plan, args, context);
-      }, 7);
+      const double us = 1000.0 / kLaunches *
+                        time_graph(
+                            context.stream,
+                            [&] {
+                              for (int i = 0; i < kLaunches; ++i) {
+                                args.weights = reinterpret_cast<const uint8_t*>(weights[i % kCopies]->data());
+                                launch_prefill_linear(m->plan, args, device, context, tuning);
+                              }
+                            },
+                            7);
+      const double prepare_us = 1000.0 / kLaunches *
+                                time_graph(
+                                    context.stream,
+                                    [&] {
+                                      for (int i = 0; i < kLaunches; ++i)
+                                        prepare_prefill_linear(m->plan, args, context);
+                                    },
+                                    7);
       double library_us = 0;
       if (library) {
         library->prepare(rows, cols, n);
-        library_us = 1000.0 / kLaunches * time_graph(context.stream, [&] {
-          for (int i = 0; i < kLaunches; ++i) library->launch(wide[i % kCopies]->data(), wide_x->data(), wide_y->data(), context.stream);
-        }, 7);
+        library_us = 1000.0 / kLaunches *
+                     time_graph(
+                         context.stream,
+                         [&] {
+                           for (int i = 0; i < kLaunches; ++i)
+                             library->launch(wide[i % kCopies]->data(), wide_x->data(), wide_y->data(), context.stream);
+                         },
+                         7);
       }
       const double tera = 2e-6 * static_cast<double>(rows) * static_cast<double>(cols) * n;
       layer[c] += us, library_layer[c] += library_us;
-      std::printf("%-8s %-8s %5d rows: %8.1f us (x %5.1f), %6.1f TFLOP/s, without x %6.1f; cuBLASLt bf16 %8.1f us, %6.1f TFLOP/s\n",
-                  name.c_str(), s.name, n, us, prepare_us, tera / us, tera / (us - prepare_us), library_us,
-                  library_us > 0 ? tera / library_us : 0.0);
+      std::printf(
+          "%-8s %-8s %5d rows: %8.1f us (x %5.1f), %6.1f TFLOP/s, without x %6.1f; cuBLASLt bf16 %8.1f us, %6.1f "
+          "TFLOP/s\n",
+          name.c_str(), s.name, n, us, prepare_us, tera / us, tera / (us - prepare_us), library_us,
+          library_us > 0 ? tera / library_us : 0.0);
       std::fflush(stdout);
     }
   }
   for (size_t c = 0; c < counts.size(); ++c)
-    std::printf("{\"bench\":\"prefill_layer\",\"format\":\"%s\",\"rows\":%d,\"us\":%.1f,\"tflops\":%.1f,\"library_us\":%.1f,"
-                "\"tokens_per_s_of_48\":%.0f}\n",
-                name.c_str(), counts[c], layer[c], flops_of_one * counts[c] * 1e-6 / layer[c], library_layer[c],
-                counts[c] / (48 * layer[c] * 1e-6));
+    std::printf(
+        "{\"bench\":\"prefill_layer\",\"format\":\"%s\",\"rows\":%d,\"us\":%.1f,\"tflops\":%.1f,\"library_us\":%.1f,"
+        "\"tokens_per_s_of_48\":%.0f}\n",
+        name.c_str(), counts[c], layer[c], flops_of_one * counts[c] * 1e-6 / layer[c], library_layer[c],
+        counts[c] / (48 * layer[c] * 1e-6));
 }
 
 }  // namespace

@@ -1,18 +1,19 @@
 // The product of prefill_linear.h: y = epilogue(W · x), x as 16-bit values that a kernel before has laid out.
 //
-// A block makes 128 rows of W times 128 or 256 tokens at a time, 8 warps with 16 rows of W each, in two groups of four. A warp
-// takes its own packed tile of W out of shared memory into registers, widens 64 columns of it there (prefill_widen.cuh) while
-// the tensor cores multiply the 64 before, and never writes them anywhere. The warps of a third group keep two rings full by bulk
-// copies: slabs of x (64 columns), and column tiles of W as they are packed. Two blocks with neighbouring rows of W form a cluster and
-// share x: each copies half of every slab to both. Blocks stay and take one product tile after the other; those at work together
-// share W and x through the L2. y leaves by way of shared memory in whole lines. One group begins a little after the other, so
-// that they do not store at the same time.
+// A block makes 128 rows of W times 128 or 256 tokens at a time, 8 warps with 16 rows of W each, in two groups of four.
+// A warp takes its own packed tile of W out of shared memory into registers, widens 64 columns of it there
+// (prefill_widen.cuh) while the tensor cores multiply the 64 before, and never writes them anywhere. The warps of a
+// third group keep two rings full by bulk copies: slabs of x (64 columns), and column tiles of W as they are packed.
+// Two blocks with neighbouring rows of W form a cluster and share x: each copies half of every slab to both. Blocks
+// stay and take one product tile after the other; those at work together share W and x through the L2. y leaves by way
+// of shared memory in whole lines. One group begins a little after the other, so that they do not store at the same
+// time.
 //
 //   x        [token blocks][slabs of 64 columns][128 tokens][128 bytes], 16-byte pieces exchanged (prefill_wgmma.cuh)
 //
-// Per 128 columns and product tile of 128 x 256: 32 KB of x (and as much from the other block) and 8.4 KB of FP4 from the L2,
-// 2,048 cycles of the tensor cores. The sum of an output runs from left to right through all columns, whatever the tile: a row's
-// bits do not depend on the number of rows.
+// Per 128 columns and product tile of 128 x 256: 32 KB of x (and as much from the other block) and 8.4 KB of FP4 from
+// the L2, 2,048 cycles of the tensor cores. The sum of an output runs from left to right through all columns, whatever
+// the tile: a row's bits do not depend on the number of rows.
 #pragma once
 
 #include <cstdint>
@@ -28,42 +29,42 @@ namespace beryl::cuda {
 struct PrefillKernelArgs {
   const uint8_t* weights;
   int64_t unit_bytes, stage_bytes;
-  int stage_code_bytes;             // of all tiles of a stage
+  int stage_code_bytes;  // of all tiles of a stage
   int k_warps, row_warps, n_stages;
   int n_column_tiles, n_row_tiles;
 
   const unsigned char* x;
-  const float* x_scales;            // [token blocks · 128]
-  const float* row_powers;          // [n_row_tiles · 16]
-  const float* row_factors;         // [n_row_tiles · 16]: what sums are multiplied by
+  const float* x_scales;     // [token blocks · 128]
+  const float* row_powers;   // [n_row_tiles · 16]
+  const float* row_factors;  // [n_row_tiles · 16]: what sums are multiplied by
 
   RowsView y, other;
-  int n_rows;                       // of x
+  int n_rows;  // of x
   int outputs;
-  int head_start;                   // cycles
+  int head_start;  // cycles
   float softcap;
   DecodeEpilogue epilogue;
 
-  bool staged;                      // y's addresses and widths are multiples of 16 bytes: whole lines by bulk copies
+  bool staged;  // y's addresses and widths are multiples of 16 bytes: whole lines by bulk copies
 
-  int n_token_blocks, n_row_blocks; // of the kernel's shape
-  int n_stored_blocks;              // of 128 tokens, in x
-  int group_blocks;                 // token blocks that are finished before others begin
+  int n_token_blocks, n_row_blocks;  // of the kernel's shape
+  int n_stored_blocks;               // of 128 tokens, in x
+  int group_blocks;                  // token blocks that are finished before others begin
 };
 
-inline constexpr int kPrefillGroups = 2;            // of four warps that multiply
+inline constexpr int kPrefillGroups = 2;  // of four warps that multiply
 inline constexpr int kPrefillThreads = (kPrefillGroups + 1) * 128;
 inline constexpr int kPrefillBlockTokens = 128;     // of x as it lies in memory
 inline constexpr int kPrefillSharedBytes = 232448;  // of a block on sm_90
 inline constexpr int kPrefillMostSlots = 10;
-inline constexpr int kPrefillRowTiles = kPrefillGroups * 4;         // of a block: one a warp
+inline constexpr int kPrefillRowTiles = kPrefillGroups * 4;  // of a block: one a warp
 
 // How a kernel divides its shared memory: a ring of slabs of x (64 columns), a ring of column tiles of W, and the rest.
 struct PrefillShape {
   Format format;
-  int tokens;                       // rows of x
+  int tokens;  // rows of x
 
-  constexpr int slabs() const { return tile_shape(format).columns / 64; }         // of a column tile
+  constexpr int slabs() const { return tile_shape(format).columns / 64; }  // of a column tile
   constexpr int slab_bytes() const { return tokens * 128; }
   constexpr int weight_bytes() const {
     return kPrefillRowTiles * (tile_shape(format).code_bytes + tile_shape(format).meta_bytes);
@@ -84,7 +85,7 @@ struct PrefillShape {
 };
 
 // y on its way to memory: 16 tokens of a group's 64 rows at a time, in two buffers by turns.
-inline constexpr int kStagedTokens = 16, kStagedStride = 68;      // floats from token to token: no bank conflicts
+inline constexpr int kStagedTokens = 16, kStagedStride = 68;  // floats from token to token: no bank conflicts
 template <int kTokens>
 struct PrefillSmall {
   float y[kPrefillGroups][2][kStagedTokens * kStagedStride];
@@ -134,14 +135,18 @@ class PrefillLinear {
   static constexpr int kBuffers = kUnits < 4 ? kUnits : 4;
   static constexpr int kXSlots = kShape.x_slots(), kWeightSlots = kShape.weight_slots();
   static constexpr int kMetaAt = kPrefillRowTiles * kTile.code_bytes;
-  static constexpr int kColumnTiles = kTokens / 8;            // of d
+  static constexpr int kColumnTiles = kTokens / 8;  // of d
   static constexpr bool kBf16 = kFormat == Format::kBf16;
   using Small = PrefillSmall<kTokens>;
   static_assert(kUnits % kBuffers == 0 && kXSlots >= 3 && kWeightSlots >= 2);
 
   __device__ __forceinline__ PrefillLinear(const PrefillKernelArgs& args, unsigned char* shared_memory)
-      : a(args), shared(shared_memory), small(*reinterpret_cast<Small*>(shared_memory + kShape.small_at())),
-        warp(static_cast<int>(threadIdx.x) / 32), lane(static_cast<int>(threadIdx.x) % 32), group(warp / 4) {}
+      : a(args),
+        shared(shared_memory),
+        small(*reinterpret_cast<Small*>(shared_memory + kShape.small_at())),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        group(warp / 4) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -177,7 +182,7 @@ class PrefillLinear {
 
  private:
   struct Place {
-    int row_block, token_block;     // of the kernel's tokens
+    int row_block, token_block;  // of the kernel's tokens
   };
   // Groups of token blocks; within one, all row blocks, tokens fastest.
   __device__ __forceinline__ Place place(int tile) const {
@@ -201,20 +206,22 @@ class PrefillLinear {
 
   // ---- the copying warps ----
   __device__ __forceinline__ static void expect(uint64_t* barrier, uint32_t n_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes)
+                 : "memory");
   }
   // x: with two blocks in a cluster, each copies half of every slab to both.
   __device__ __forceinline__ void copy_x() {
     constexpr int kOwnTokens = kTokens / kCluster;
-    constexpr int kPart = kOwnTokens < kPrefillBlockTokens ? kOwnTokens : kPrefillBlockTokens;      // tokens of a copy
+    constexpr int kPart = kOwnTokens < kPrefillBlockTokens ? kOwnTokens : kPrefillBlockTokens;  // tokens of a copy
     constexpr int kCopies = kOwnTokens / kPart;
-    RingPlace<kXSlots> slot = {0, 1};               // the first round waits for nothing
+    RingPlace<kXSlots> slot = {0, 1};  // the first round waits for nothing
     const int part = rank() * kCopies + min(lane, kCopies - 1), first = part * kPart;
 #pragma unroll 1
     for (int tile = first_tile(); tile < n_tiles(); tile += tile_step()) {
       const int token_block = place(tile).token_block;
       // A token block that there is not is the last one again.
-      const int stored = min(token_block * (kTokens / kPrefillBlockTokens) + first / kPrefillBlockTokens, a.n_stored_blocks - 1);
+      const int stored =
+          min(token_block * (kTokens / kPrefillBlockTokens) + first / kPrefillBlockTokens, a.n_stored_blocks - 1);
       const unsigned char* x =
           a.x + (int64_t{stored} * a.n_column_tiles * kSlabs * kPrefillBlockTokens + first % kPrefillBlockTokens) * 128;
 #pragma unroll 1
@@ -233,7 +240,7 @@ class PrefillLinear {
   __device__ __forceinline__ void copy_weights(int copier) {
     constexpr int kOwnTiles = kPrefillRowTiles / kWeightCopiers;
     RingPlace<kWeightSlots> slot = {0, 1};
-    const bool has_codes = lane < kOwnTiles, has_meta = kTile.meta_bytes > 0 && lane >= kOwnTiles && lane < 2 * kOwnTiles;
+    const bool has_codes = lane<kOwnTiles, has_meta = kTile.meta_bytes> 0 && lane >= kOwnTiles && lane < 2 * kOwnTiles;
     const int own = copier * kOwnTiles + lane % kOwnTiles;
     const int offset = has_codes ? own * kTile.code_bytes : kMetaAt + own * kTile.meta_bytes;
     const int tile_bytes = has_codes ? kTile.code_bytes : kTile.meta_bytes;
@@ -268,8 +275,8 @@ class PrefillLinear {
       copy_part(to, from, n_bytes, barrier);
     } else {
       asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
-              "r"(shared_address(to)),
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+          "%4;" ::"r"(shared_address(to)),
           "l"(from), "r"(n_bytes), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
           : "memory");
     }
@@ -311,10 +318,11 @@ class PrefillLinear {
           products_begin();
 #pragma unroll
           for (int i = 0; i < kUnitSteps; ++i)
-            multiply_step<kBf16>(sums, operands[unit % kBuffers][i], x + (unit % kSlabUnits * kUnitSteps + i) * kStepPieces,
+            multiply_step<kBf16>(sums, operands[unit % kBuffers][i],
+                                 x + (unit % kSlabUnits * kUnitSteps + i) * kStepPieces,
                                  unit == 0 && i == 0 ? column : 1);
           products_commit();
-          products_wait<1>();                       // the unit before is done
+          products_wait<1>();  // the unit before is done
           hold(operands[next]);
           if (first_of_slab && (unit > 0 || column > 0)) release_x(x_slot.before());
           if (unit % kSlabUnits == kSlabUnits - 1) x_slot.next();
@@ -354,7 +362,8 @@ class PrefillLinear {
     if (lane == 0) barrier_arrive(small.weights_empty + slot.index);
     slot.next();
   }
-  // The operands of one unit. With the first the warp's row tile of the column tile comes into registers, and its slot is free.
+  // The operands of one unit. With the first the warp's row tile of the column tile comes into registers, and its slot
+  // is free.
   __device__ __forceinline__ void widen(int unit, RingPlace<kWeightSlots>& slot, const float (&power)[2],
                                         typename Codec::Loaded& loaded, uint32_t (&out)[kUnitSteps][4]) const {
     if (unit == 0) barrier_wait(small.weights_full + slot.index, slot.parity);
@@ -379,7 +388,9 @@ class PrefillLinear {
   }
 
   // ---- y ----
-  __device__ __forceinline__ void group_barrier() const { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+  __device__ __forceinline__ void group_barrier() const {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+  }
 
   // A lane has rows lane / 4 and lane / 4 + 8 of the row tile for tokens 8 i + 2 (lane % 4) and the next.
   __device__ __forceinline__ void store(const float (&sum)[kColumnTiles][4], const float (&factor)[2], int row_tile,
@@ -400,7 +411,8 @@ class PrefillLinear {
       store_staged<64>(row_tile, first_token, [&](int i, float2 scale, float* to) {
         to += warp % 4 * 16;
         to[0] = sum[i][0] * (factor[0] * scale.x), to[8] = sum[i][2] * (factor[1] * scale.x);
-        to[kStagedStride] = sum[i][1] * (factor[0] * scale.y), to[kStagedStride + 8] = sum[i][3] * (factor[1] * scale.y);
+        to[kStagedStride] = sum[i][1] * (factor[0] * scale.y),
+        to[kStagedStride + 8] = sum[i][3] * (factor[1] * scale.y);
       });
     }
   }
@@ -409,13 +421,13 @@ class PrefillLinear {
   __device__ __forceinline__ void store_staged(int row_tile, int first_token, Write&& write) {
     const int first_output = (row_tile - warp % 4) * (kOutputs / 4);
     const int bytes = min(kOutputs, a.outputs - first_output) * static_cast<int>(sizeof(float));
-    const int mine = warp % 4 * 4 + lane;           // of lanes 0..3: a token of those staged
+    const int mine = warp % 4 * 4 + lane;  // of lanes 0..3: a token of those staged
     float* y = a.y.values + (first_token + mine) * a.y.stride + first_output;
     const bool copies = lane < 4 && bytes > 0;
 #pragma unroll
     for (int part = 0; part < kTokens / kStagedTokens; ++part) {
       float* staged = small.y[group][part % 2];
-      asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");      // what left this buffer last has been read
+      asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // what left this buffer last has been read
       group_barrier();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -426,21 +438,22 @@ class PrefillLinear {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       group_barrier();
       if (copies && first_token + part * kStagedTokens + mine < a.n_rows)
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(y + part * kStagedTokens * a.y.stride),
-                     "r"(shared_address(staged + mine * kStagedStride)), "r"(bytes)
-                     : "memory");
+        asm volatile(
+            "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(y + part * kStagedTokens * a.y.stride),
+            "r"(shared_address(staged + mine * kStagedStride)), "r"(bytes)
+            : "memory");
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }
-  __device__ __forceinline__ void store_directly(const float (&sum)[kColumnTiles][4], const float (&factor)[2], int row_tile,
-                                                 int first_token, bool gated) const {
+  __device__ __forceinline__ void store_directly(const float (&sum)[kColumnTiles][4], const float (&factor)[2],
+                                                 int row_tile, int first_token, bool gated) const {
     const int token = first_token + lane % 4 * 2;
     const __nv_bfloat162* scales = reinterpret_cast<const __nv_bfloat162*>(small.x_scales[group] + lane % 4 * 2);
     const int output = row_tile * (gated ? 8 : 16) + lane / 4;
     float* y = a.y.values + token * a.y.stride + output;
     const float* other = a.other.values + token * a.other.stride + output;
     const bool has_first = output < a.outputs, has_second = !gated && output + 8 < a.outputs;
-    const int left = a.n_rows - token;              // tokens from this lane's first on
+    const int left = a.n_rows - token;  // tokens from this lane's first on
     const QuickGate gate(a.epilogue != DecodeEpilogue::kTimesSiluOther && a.epilogue != DecodeEpilogue::kGatedSilu);
 #pragma unroll
     for (int i = 0; i < kColumnTiles; ++i) {
@@ -474,7 +487,8 @@ class PrefillLinear {
 #endif
 
 template <class Codec, Format kFormat, int kTokens, int kCluster>
-__global__ void __launch_bounds__(kPrefillThreads, 1) BERYL_CLUSTER(kCluster) prefill_kernel(const __grid_constant__ PrefillKernelArgs args) {
+__global__ void __launch_bounds__(kPrefillThreads, 1) BERYL_CLUSTER(kCluster)
+    prefill_kernel(const __grid_constant__ PrefillKernelArgs args) {
 #if BERYL_WGMMA
   extern __shared__ __align__(1024) unsigned char prefill_shared[];
   PrefillLinear<Codec, kFormat, kTokens, kCluster>(args, prefill_shared).run();
@@ -484,7 +498,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) BERYL_CLUSTER(kCluster) pr
 // A format's kernels, of whatever shapes it has.
 using PrefillKernelPointer = void (*)(PrefillKernelArgs);
 struct PrefillKernel {
-  PrefillKernelPointer kernel = nullptr;            // null: none
+  PrefillKernelPointer kernel = nullptr;  // null: none
   int tokens = 0, cluster = 0, shared_bytes = 0;
 };
 struct PrefillKernels {
@@ -492,7 +506,8 @@ struct PrefillKernels {
 };
 template <class Codec, Format kFormat, int kTokens, int kCluster>
 PrefillKernel prefill_kernel_of() {
-  return {prefill_kernel<Codec, kFormat, kTokens, kCluster>, kTokens, kCluster, PrefillShape{kFormat, kTokens}.shared_bytes()};
+  return {prefill_kernel<Codec, kFormat, kTokens, kCluster>, kTokens, kCluster,
+          PrefillShape{kFormat, kTokens}.shared_bytes()};
 }
 template <class Codec, Format kFormat>
 PrefillKernels prefill_kernels() {

@@ -13,7 +13,7 @@ namespace beryl::cuda {
 namespace {
 
 constexpr int64_t kAlignment = 1024;
-constexpr int kHeadStart = 1000;              // cycles: about a column tile
+constexpr int kHeadStart = 1000;  // cycles: about a column tile
 
 PrefillKernels find_kernels(Format format) {
   for (auto* family : {prefill_e2m1_kernels, prefill_integer_kernels, prefill_k_kernels, prefill_float_kernels}) {
@@ -28,7 +28,7 @@ PrefillKernels find_kernels(Format format) {
 __global__ void probe_kernel(int* has_code) { *has_code = BERYL_WGMMA; }
 
 struct ScratchLayout {
-  int64_t x, x_scales, row_powers, row_factors, end;    // bytes
+  int64_t x, x_scales, row_powers, row_factors, end;  // bytes
 };
 ScratchLayout scratch_layout(const MatvecPlan& plan, int64_t n_rows) {
   const int64_t padded = round_up(n_rows, kPrefillBlockTokens), rows = int64_t{plan.n_row_tiles} * kTileRows;
@@ -42,8 +42,8 @@ ScratchLayout scratch_layout(const MatvecPlan& plan, int64_t n_rows) {
   return layout;
 }
 
-// The cost of a product with this kernel, in tiles of 128 x 128 one after the other. Where a tile of W is widened for fewer
-// tokens, or x read for fewer rows, they cost more each.
+// The cost of a product with this kernel, in tiles of 128 x 128 one after the other. Where a tile of W is widened for
+// fewer tokens, or x read for fewer rows, they cost more each.
 double cost(const MatvecPlan& plan, int n_rows, const PrefillKernel& kernel, int n_sms) {
   const int tiles = ceil_div(plan.n_row_tiles, kPrefillRowTiles * kernel.cluster) * ceil_div(n_rows, kernel.tokens);
   const int size = kernel.tokens / 128;
@@ -137,7 +137,8 @@ void launch_prefill_linear(const MatvecPlan& plan, const BatchLinearArgs& args, 
   product.softcap = args.softcap;
   product.head_start = tuning.head_start >= 0 ? tuning.head_start : kHeadStart;
   product.epilogue = args.epilogue;
-  const bool aligned = reinterpret_cast<uintptr_t>(args.y.values) % 16 == 0 && args.y.stride % 4 == 0 && product.outputs % 4 == 0;
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(args.y.values) % 16 == 0 && args.y.stride % 4 == 0 && product.outputs % 4 == 0;
   product.staged = aligned && (gated || args.epilogue == DecodeEpilogue::kStore);
   product.n_token_blocks = ceil_div(args.n_rows, kernel.tokens);
   product.n_row_blocks = ceil_div(plan.n_row_tiles, kPrefillRowTiles * kernel.cluster);

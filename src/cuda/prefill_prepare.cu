@@ -1,8 +1,10 @@
-// x for the product of many rows: norm, 16 bits, in the order of the format's operands; and the powers of two of rows of W.
+// x for the product of many rows: norm, 16 bits, in the order of the format's operands; and the powers of two of rows
+// of W.
 //
-// The first blocks have a row tile of W for each warp and read its meta data (2 bytes of 66 in FP4); they come first because
-// each waits for several loads in turn. The others have a row of x each: it goes once through shared memory, where every 32
-// columns are followed by 4 unused ones, so that the gathers of all orders but two are free of conflicts.
+// The first blocks have a row tile of W for each warp and read its meta data (2 bytes of 66 in FP4); they come first
+// because each waits for several loads in turn. The others have a row of x each: it goes once through shared memory,
+// where every 32 columns are followed by 4 unused ones, so that the gathers of all orders but two are free of
+// conflicts.
 //
 // Moves cols · (4 + 2) bytes a row of x.
 #include "cuda/prefill_prepare.h"
@@ -16,7 +18,7 @@ namespace beryl::cuda {
 
 namespace {
 
-constexpr int kHeld = 4;             // loads of 16 bytes that a thread has under way
+constexpr int kHeld = 4;  // loads of 16 bytes that a thread has under way
 
 // Floats of a row in shared memory.
 __host__ __device__ constexpr int padded_at(int column) { return column + column / 32 * 4; }
@@ -26,7 +28,7 @@ struct Power {
   float down, up;
 };
 __device__ __forceinline__ Power power_of(float bound) {
-  const int exponent = static_cast<int>(__float_as_uint(bound) >> 23 & 0xffu);        // of 1.0: 127
+  const int exponent = static_cast<int>(__float_as_uint(bound) >> 23 & 0xffu);  // of 1.0: 127
   if (exponent == 0) return {1.0f, 1.0f};
   const int down = min(max(127 + 141 - exponent, 1), 253);
   return {__uint_as_float(static_cast<uint32_t>(down) << 23), __uint_as_float(static_cast<uint32_t>(254 - down) << 23)};
@@ -107,7 +109,8 @@ __device__ __forceinline__ void prepare_row_tile(const PrefillPrepareArgs& a, in
     for (int column = lane / 16; column < a.n_column_tiles; column += 2) {
       const StageWarp at = stage_of_column(a.n_stages, a.k_warps, column);
       const int index = at.k * a.row_warps + row_tile % a.row_warps;
-      bound = fmaxf(bound, tile_row_bound<kFormat>(unit + at.stage * a.stage_bytes + index * tile_shape(kFormat).meta_bytes, row));
+      bound = fmaxf(bound, tile_row_bound<kFormat>(
+                               unit + at.stage * a.stage_bytes + index * tile_shape(kFormat).meta_bytes, row));
     }
     bound = fmaxf(bound, __shfl_xor_sync(kAllLanes, bound, 16));
   }
@@ -124,7 +127,8 @@ template <Format kFormat, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1536 / kThreads) prefill_prepare_kernel(PrefillPrepareArgs args) {
   extern __shared__ __align__(16) float row_values[];
   grid_wait();
-  const int block = static_cast<int>(blockIdx.x), n_tile_blocks = (args.n_row_tiles + kThreads / 32 - 1) / (kThreads / 32);
+  const int block = static_cast<int>(blockIdx.x),
+            n_tile_blocks = (args.n_row_tiles + kThreads / 32 - 1) / (kThreads / 32);
   if (block >= n_tile_blocks) return prepare_row<kFormat, kThreads>(args, block - n_tile_blocks, row_values);
   const int row_tile = block * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
   if (row_tile < args.n_row_tiles) prepare_row_tile<kFormat>(args, row_tile);

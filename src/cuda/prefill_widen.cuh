@@ -122,13 +122,13 @@ __device__ __forceinline__ uint32_t both_halves(float value) { return halves_of(
 
 // Codes i and i + 4 (0..3) of a word of eight E2M1 codes, times 2^-14.
 __device__ __forceinline__ uint32_t e2m1_halves(uint32_t word, int i) {
-  const uint32_t top = word << (12 - 4 * i);                          // the code's sign is the half's
+  const uint32_t top = word << (12 - 4 * i);  // the code's sign is the half's
   const uint32_t magnitude = i == 3 ? word >> 3 : word << (9 - 4 * i);
   return (top & 0x80008000u) | (magnitude & 0x0e000e00u);
 }
 
-// step(): operands of 16 columns (step 0..7 of a tile of 128), `power`: those of the lane's two rows. 16-bit weights are operands
-// as they lie in a tile.
+// step(): operands of 16 columns (step 0..7 of a tile of 128), `power`: those of the lane's two rows. 16-bit weights
+// are operands as they lie in a tile.
 template <class Codec>
 struct Widen;
 
@@ -166,8 +166,8 @@ struct Widen<Nvfp4> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int group = step / 2 * 2;
-      const uint32_t scales = halves_of(Nvfp4::scale(tile.scales[h], group) * power[h],
-                                        Nvfp4::scale(tile.scales[h], group + 1) * power[h]);
+      const uint32_t scales =
+          halves_of(Nvfp4::scale(tile.scales[h], group) * power[h], Nvfp4::scale(tile.scales[h], group + 1) * power[h]);
       const uint32_t word = word_of(tile.codes.rows[h], step / 2);
       a[h] = multiply_halves(e2m1_halves(word, step % 2 * 2), scales);
       a[2 + h] = multiply_halves(e2m1_halves(word, step % 2 * 2 + 1), scales);
@@ -175,8 +175,8 @@ struct Widen<Nvfp4> {
   }
 };
 
-// Integer codes as halves: row half h, step 0..7 of 16 columns, half of the step. Codes without a sign come out smaller by
-// half their range (kCentre), so that what is added for a min is small.
+// Integer codes as halves: row half h, step 0..7 of 16 columns, half of the step. Codes without a sign come out smaller
+// by half their range (kCentre), so that what is added for a min is small.
 template <int kBits>
 constexpr int kCentre = 1 << (kBits - 1);
 template <int kBits, bool kSigned>
@@ -184,23 +184,23 @@ __device__ __forceinline__ uint32_t integer_halves(const IntegerCodes<kBits>& co
   const int slab = step / 4, odd = step % 4 / 2, word_half = step % 2;
   if constexpr (kBits == 8) {
     const uint32_t word = word_of(codes.words[2 * h + slab], step % 4) ^ 0x80808080u;
-    return add_halves(byte_permute(word, 0x64646464u, half ? 0x4342 : 0x4140), 0xe480e480u);    // - 1152
+    return add_halves(byte_permute(word, 0x64646464u, half ? 0x4342 : 0x4140), 0xe480e480u);  // - 1152
   } else if constexpr (kBits == 4) {
     // 1024 + code, or 1024 + 16 code, which one fused operation brings back: exact.
     const uint32_t word = word_of(codes.nibbles[h], 2 * slab + word_half) >> (half ? 8 : 0);
     if (odd) return fma_halves((word & 0x00f000f0u) ^ (kSigned ? 0x64806480u : 0x64006400u), 0x2c002c00u, 0xd480d480u);
     return add_halves((word & 0x000f000fu) ^ (kSigned ? 0x64086408u : 0x64006400u), 0xe408e408u);
   } else {
-    constexpr int kLow = kBits - 4;                 // bits below the nibble
+    constexpr int kLow = kBits - 4;  // bits below the nibble
     constexpr uint32_t kLowMask = (1u << kLow) - 1, kMask = 0xfu << kLow;
     const uint32_t word = word_of(codes.nibbles[h], 2 * slab + word_half);
-    const int shift = 8 * half + 4 * odd - kLow;    // of the nibble, down to its place
+    const int shift = 8 * half + 4 * odd - kLow;  // of the nibble, down to its place
     const uint32_t high = shift < 0 ? word << -shift : word >> shift;
-    const uint32_t low = kBits == 5 ? codes.low[h] >> (8 * half + step)
-                                    : codes.low[h * 2 + slab] >> (8 * half + 2 * (step % 4));
+    const uint32_t low =
+        kBits == 5 ? codes.low[h] >> (8 * half + step) : codes.low[h * 2 + slab] >> (8 * half + 2 * (step % 4));
     constexpr uint32_t kBase = 0x6400u + (kSigned ? kCentre<kBits> : 0);
     const uint32_t value = ((high & (kMask * 0x10001u)) ^ (kBase * 0x10001u)) | (low & (kLowMask * 0x10001u));
-    return add_halves(value, kBits == 5 ? 0xe410e410u : 0xe420e420u);       // - 1024 - kCentre
+    return add_halves(value, kBits == 5 ? 0xe410e410u : 0xe420e420u);  // - 1024 - kCentre
   }
 }
 
@@ -214,7 +214,8 @@ struct Widen<GroupOf32<kBits, kMins>> {
       const float scale = Codec::at(tile.scales[h], step / 2) * power[h];
       uint32_t min = 0;
       if constexpr (kMins)
-        min = both_halves(__fmaf_rn(scale, static_cast<float>(kCentre<kBits>), Codec::at(tile.mins[h], step / 2) * power[h]));
+        min = both_halves(
+            __fmaf_rn(scale, static_cast<float>(kCentre<kBits>), Codec::at(tile.mins[h], step / 2) * power[h]));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t code = integer_halves<kBits, !kMins>(tile.codes, h, step, half);
