@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <limits>
 
+#include <cuda_bf16.h>
 #include <dlfcn.h>
 #if __has_include(<cublasLt.h>)
 #include <cublasLt.h>
