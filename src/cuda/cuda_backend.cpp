@@ -58,6 +58,8 @@ DeviceProperties find_device(int device) {
     throw;
   }
   properties.matvec = matvec_device();
+  const char* prefill = std::getenv("BERYL_PREFILL");
+  properties.prefill_products = (prefill == nullptr || std::string_view(prefill) != "0") && has_prefill_linear();
   return properties;
 }
 
