@@ -89,9 +89,9 @@ nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.max.sm,memory.used,m
 if wants tests; then
   sharded "op tests" 120 gpu-op-tests.txt 8 "$build/cuda_test"
   sharded "golden models" 60 gpu-golden.txt 4 "$build/cuda_model_test"
-  # Once more with all ops of a decode step in one launch.
-  sharded "steps, in one launch" 60 gpu-whole-steps.txt 8 env BERYL_WHOLE_STEPS=1 "$build/cuda_test" --gtest_filter='*Step_*'
-  sharded "golden models, in one launch" 60 gpu-golden-whole-steps.txt 4 env BERYL_WHOLE_STEPS=1 "$build/cuda_model_test"
+  # Once more with each op of a decode step in its own launch.
+  sharded "steps, op by op" 60 gpu-single-ops.txt 8 env BERYL_WHOLE_STEPS=0 "$build/cuda_test" --gtest_filter='*Step_*'
+  sharded "golden models, op by op" 60 gpu-golden-single-ops.txt 4 env BERYL_WHOLE_STEPS=0 "$build/cuda_model_test"
 fi
 if wants verify; then
   step "verify" 30 gpu-verify.txt "$build/beryl" verify --device cuda
@@ -143,8 +143,6 @@ if wants decode; then
   bench decode.3 60 "decode, many streams" -p 0 -n 64 -d 0 -b 4,16,64
   bench decode.4 60 "decode, allocations" -p 0 -n 128 -d 512 --allocate 4096,16384,32768,131072
   gather "$gpu-decode.json" decode.1 decode.2 decode.3 decode.4
-  BERYL_WHOLE_STEPS=1 bench decode.5 60 "decode, in one launch" -p 0 -n 128 -d 0,4096 -b 1,2,4
-  gather "$gpu-decode-whole-steps.json" decode.5
 fi
 if wants prefill; then
   bench prefill.1 70 prefill -p 512,2048,8192 -n 0

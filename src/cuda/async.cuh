@@ -44,6 +44,19 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       : "memory");
 #endif
 }
+// Likewise, by a warp that shall not take issue slots from others while it waits: the hardware may suspend it for this long.
+__device__ __forceinline__ void barrier_wait_suspended(uint64_t* barrier, uint32_t parity) {
+#if BERYL_BULK_COPY
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "WAIT_%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1, %2;\n"
+      "@!done bra WAIT_%=; }" ::"r"(shared_address(barrier)),
+      "r"(parity), "r"(10'000'000u)
+      : "memory");
+#else
+  barrier_wait(barrier, parity);
+#endif
+}
 // The barrier gets one of its expected arrivals when all earlier copy16_async of this thread have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

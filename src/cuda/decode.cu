@@ -49,7 +49,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
         for (int u = 0; u < count; ++u) {
           const unsigned char* from = s.weights + (share.first + unit + u) * s.unit_bytes;
           for (int i = stage; i < end; i += stages_a_slot) {
-            if (filled) barrier_wait(&block.small->empty[ring.slot], ring.parity ^ 1);
+            if (filled) barrier_wait_suspended(&block.small->empty[ring.slot], ring.parity ^ 1);
             copy_slot(block.ring + ring.slot * block.args.slot_bytes, from + i * int64_t{s.stage_bytes},
                       min(stages_a_slot, end - i) * s.stage_bytes, &block.small->full[ring.slot], policy, block.lane);
             ring.next(block.args.n_slots);
@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   __syncthreads();
   if (block.warp >= kMatvecWarps) {
     give_registers<32>();
-    if (block.warp == kMatvecWarps) copy_weights(block);
+    // The last of four schedulers has the fewest warps that compute, where there are not 16 of them.
+    if (block.warp == kMatvecWarps + 3) copy_weights(block);
   } else {
     take_registers<112>();
 #pragma unroll 1

@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
 #pragma unroll 1
         for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
           const int at = ring.slot * slot_bytes;
-          barrier_wait(&block.small->full[ring.slot], ring.parity);
+          barrier_wait_suspended(&block.small->full[ring.slot], ring.parity);
           typename Codec::Loaded tiles[2];
 #pragma unroll
           for (int s = 0; s < 2; ++s) Codec::load(tiles[s], codes_at + at + s * stage_bytes, meta_at + at + s * stage_bytes, lane);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
       for (int stage = 0; stage < n_stages; ++stage) {
         const bool second = stage > 0 && slot_stages == 2, last = slot_stages != 2 || stage + 1 == n_stages;     // of its slot
         const int at = ring.slot * slot_bytes + (second ? stage_bytes : 0);
-        if (!second) barrier_wait(&block.small->full[ring.slot], ring.parity);
+        if (!second) barrier_wait_suspended(&block.small->full[ring.slot], ring.parity);
         typename Codec::Loaded tile;
         Codec::load(tile, codes_at + at, meta_at + at, lane);
         if (last) {
@@ -640,7 +640,7 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
         WarpPlace& place = work.block.small->places[work.block.warp];
         RingPlace ring = {place.slot, place.parity};
         for (int i = 0; i < count * slots; ++i) {
-          barrier_wait(&work.block.small->full[ring.slot], ring.parity);
+          barrier_wait_suspended(&work.block.small->full[ring.slot], ring.parity);
           __syncwarp();
           if (work.block.lane == 0) barrier_arrive(&work.block.small->empty[ring.slot]);
           ring.next(args.n_slots);
