@@ -367,9 +367,7 @@ class CpuExecutor final : public HostExecutor<float> {
       job.first_item = n_items;
       n_items += job.n_row_blocks * job.n_token_blocks;
     }
-    // Long matrices in longer stretches: each begins with weights that nothing has prefetched.
-    const int64_t chunk = std::max<int64_t>(1, n_items / (n_threads * 16));
-    pool_.parallel_for(n_items, chunk, [&](int64_t begin, int64_t end, int thread) {
+    pool_.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int thread) {
       float* panel = thread_scratch(kPanels, sizes_.panels, thread);
       for (int64_t item = begin; item < end; ++item) {
         const Job& job = *(std::upper_bound(jobs_.begin(), jobs_.end(), item,
