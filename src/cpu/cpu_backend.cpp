@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/mapped_file.h"
 #include "cpu/attention.h"
 #include "cpu/dequant.h"
 #include "cpu/elementwise.h"
@@ -269,6 +270,20 @@ class CpuExecutor final : public HostExecutor<float> {
     });
   }
 
+  // The file's pages behind packed tiles are needed no more, except for rows that are embedded: so at no time do both forms
+  // of a whole matrix take memory.
+  static void release_tiles(const HostMatrix& part, int64_t begin, int64_t end, int64_t n_tiles) {
+    const int64_t bytes = row_bytes(part.format, part.cols);
+    for (int64_t tile = begin; tile < end;) {
+      const int64_t expert = tile / n_tiles, last = std::min(end, (expert + 1) * n_tiles);
+      const int64_t row_begin = (tile - expert * n_tiles) * kTileRows;
+      const int64_t row_end = std::min((last - expert * n_tiles) * kTileRows, part.rows);
+      release_mapped_pages({part.codes + expert * part.stack_stride_bytes + row_begin * bytes,
+                            static_cast<size_t>((row_end - row_begin) * bytes)});
+      tile = last;
+    }
+  }
+
   void pack_weights() {
     uint8_t* to = packed_weights_.data();
     for (size_t m = 0; m < program_.weights->matrices.size(); ++m) {
@@ -279,11 +294,12 @@ class CpuExecutor final : public HostExecutor<float> {
         const HostMatrix& part = matrix.parts[i];
         const int64_t tile_bytes = packed_tile_bytes(part.format, part.cols), n_tiles = (part.rows + kTileRows - 1) / kTileRows;
         packed_[m][i] = {to, tile_bytes, n_tiles};
-        constexpr int64_t kBytesWorthAThread = 1 << 18;
+        constexpr int64_t kBytesWorthAThread = 1 << 20;
         pool_.parallel_for(part.stack * n_tiles, std::max<int64_t>(1, kBytesWorthAThread / tile_bytes),
                            [&](int64_t begin, int64_t end, int) {
                              for (int64_t tile = begin; tile < end; ++tile)
                                pack_tile(part, tile / n_tiles, tile % n_tiles, to + tile * tile_bytes);
+                             release_tiles(part, begin, end, n_tiles);
                            });
         to += part.stack * n_tiles * tile_bytes;
       }
