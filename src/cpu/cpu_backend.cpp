@@ -640,7 +640,7 @@ class CpuBackend final : public Backend {
  public:
   CpuBackend(int n_threads, CpuPrecision precision)
       : pool_(std::make_shared<ThreadPool>(n_threads)), precision_(precision) {}
-  std::string_view name() const override { return "cpu"; }
+  std::string_view name() const override { return precision_ == CpuPrecision::kExact ? "cpu-exact" : "cpu"; }
   std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const override {
     return plan_all(program, limits, pool_->n_threads(), precision_);
   }

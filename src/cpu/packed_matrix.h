@@ -35,23 +35,6 @@ namespace beryl {
 inline constexpr int kTileRows = 16;
 inline constexpr int kGroupCols = 32;
 
-constexpr bool has_integer_codes(Format format) {
-  switch (format) {
-    case Format::kQ4_0:
-    case Format::kQ4_1:
-    case Format::kQ5_0:
-    case Format::kQ5_1:
-    case Format::kQ8_0:
-    case Format::kQ4_K:
-    case Format::kQ5_K:
-    case Format::kQ6_K:
-    case Format::kMxfp4:
-    case Format::kNvfp4:
-    case Format::kFp4G128: return true;
-    default: return false;
-  }
-}
-
 struct PackedLayout {
   int group_code_bytes;
   int block_groups;
