@@ -57,7 +57,7 @@ HWY_INLINE LiveRange live_range(const AttentionTask& task, int64_t token, int64_
 
 HWY_INLINE const float* cache_row(const AttentionTask& task, const float* pool, int64_t position) {
   const int64_t page = task.table[position / kPageTokens % task.n_entries];
-  return pool + (page * kPageTokens + position % kPageTokens) * task.row_stride;
+  return pool + page * task.page_stride + position % kPageTokens * task.head_dim;
 }
 
 HWY_INLINE int tile_rows(int64_t n_rows, int64_t tile) {
@@ -83,7 +83,7 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
     const int64_t position = split * task.split_keys + m;
     const int64_t n_in_page = std::min(keys.end - m, kPageTokens - position % kPageTokens);
     const float* key = cache_row(task, task.keys, position);
-    int64_t stride = task.row_stride;
+    int64_t stride = task.head_dim;
     if (task.head_dim % 16 != 0) {
       for (int64_t i = 0; i < n_in_page; ++i)
         for (int64_t c = 0; c < task.head_dim; c += 16)
@@ -95,7 +95,7 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
     const float* value = cache_row(task, task.values, position);
     const auto prefetch_rows = [&](const float* rows, int64_t begin, int64_t end) HWY_ATTR {
       for (int64_t row = begin; row < std::min(end, n_in_page); ++row)
-        for (int64_t c = 0; c < task.head_dim; c += 16) hwy::Prefetch(rows + row * task.row_stride + c);
+        for (int64_t c = 0; c < task.head_dim; c += 16) hwy::Prefetch(rows + row * task.head_dim + c);
     };
     int64_t i = 0;
     for (; i + kRowTile <= n_in_page; i += kRowTile) {
@@ -164,7 +164,7 @@ HWY_NOINLINE void add_values(const AttentionTask& task, int64_t split, int64_t b
     const int64_t position = split * task.split_keys + m;
     const int64_t n_in_page = std::min(end - m, kPageTokens - position % kPageTokens);
     const float* value = cache_row(task, task.values, position) + dim;
-    for (int64_t i = 0; i < n_in_page; ++i, value += task.row_stride)
+    for (int64_t i = 0; i < n_in_page; ++i, value += task.head_dim)
       for (size_t part = 0; part < kParts; ++part) {
         FloatPart columns[kVectors];
         for (int v = 0; v < kVectors; ++v) columns[v] = hn::LoadU(d, value + 16 * v + part * kPartLanes);

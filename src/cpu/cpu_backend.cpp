@@ -261,11 +261,11 @@ class CpuExecutor final : public HostExecutor<float> {
       const float* rope = op.rope < 0 ? nullptr : rope_of(op.rope, t);
       for (int64_t head = 0; head < op.n_heads; ++head) finish_head(qkv + head * d, d, q_norm, rope, qkv + head * d);
       if (op.n_kv_heads == 0) return;
-      float* keys = cache_at(op.cache, CachePart::kKeys, sequence(t), position(t));
-      float* values = cache_at(op.cache, CachePart::kValues, sequence(t), position(t));
-      for (int64_t head = 0; head < op.n_kv_heads; ++head) {
-        finish_head(qkv + k_begin + head * d, d, k_norm, rope, keys + head * d);
-        finish_head(qkv + v_begin + head * d, d, v_norm, nullptr, values + head * d);
+      for (int head = 0; head < op.n_kv_heads; ++head) {
+        float* key = cache_at(op.cache, CachePart::kKeys, sequence(t), head, position(t));
+        float* value = cache_at(op.cache, CachePart::kValues, sequence(t), head, position(t));
+        finish_head(qkv + k_begin + head * d, d, k_norm, rope, key);
+        finish_head(qkv + v_begin + head * d, d, v_norm, nullptr, value);
       }
     });
   }
@@ -566,7 +566,7 @@ class CpuExecutor final : public HostExecutor<float> {
       task.out_stride = row_stride(op.out);
       task.group = group;
       task.head_dim = cache.head_dim;
-      task.row_stride = cache_row_values(op.cache);
+      task.page_stride = kPageTokens * cache_row_values(op.cache);
       task.table = page_table(cache.group, sequence(begin));
       task.n_entries = limits_.n_entries[static_cast<size_t>(cache.group)];
       task.position = position(begin);
@@ -574,12 +574,12 @@ class CpuExecutor final : public HostExecutor<float> {
       task.split_keys = split_keys(task.position, window);
       task.scale = op.scale;
       task.softcap = op.softcap;
-      for (int64_t kv_head = 0; kv_head < cache.n_kv_heads; ++kv_head) {
-        const int64_t q_offset = kv_head * group * cache.head_dim;
+      for (int kv_head = 0; kv_head < cache.n_kv_heads; ++kv_head) {
+        const int64_t q_offset = int64_t{kv_head} * group * cache.head_dim;
         task.q = row(op.q, begin) + q_offset;
         task.out = row(op.out, begin) + q_offset;
-        task.keys = cache_row(op.cache, CachePart::kKeys, 0, 0) + kv_head * cache.head_dim;
-        task.values = cache_row(op.cache, CachePart::kValues, 0, 0) + kv_head * cache.head_dim;
+        task.keys = cache_row(op.cache, CachePart::kKeys, 0, kv_head, 0);
+        task.values = cache_row(op.cache, CachePart::kValues, 0, kv_head, 0);
         tasks_.push_back(task);
       }
       begin = end;
