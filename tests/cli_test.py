@@ -428,6 +428,13 @@ class InspectTest(CliTest):
 
 
 class BenchTest(CliTest):
+    def test_bench_reads_memory_without_a_model(self):
+        rows = self.succeed("bench", "--read", "--threads", "2", "-r", "2").stdout.decode().splitlines()[2:]
+        self.assertEqual([row.split("|")[1].strip() for row in rows], ["1", "2"])
+        for row in rows:
+            self.assertGreater(float(row.split("|")[2]), 0)
+        self.assert_fails(beryl("bench", "--read", GOLDEN / "llama"), 2, "--read", "MODEL")
+
     def test_measures_every_combination_of_the_lists(self):
         arguments = ["bench", GOLDEN / "llama", "--device", "cpu", "-p", "3,0", "-n", "5", "-d", "0,20", "-b", "1,2",
                      "--allocate", "0,100", "-r", "3"]

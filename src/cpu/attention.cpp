@@ -87,6 +87,9 @@ HWY_INLINE void touch_rows(const float* rows, int64_t n_floats) {
   [[maybe_unused]] volatile float kept = hn::GetLane(sum);
 }
 
+// With many rows a task computes longer than it reads, and other tasks have just read the same keys.
+HWY_INLINE bool reads_cold_cache(const AttentionTask& task) { return task.n_tokens * task.group <= kTokenTile; }
+
 HWY_INLINE void prefetch_lines(const float* rows, int64_t n_floats) {
   for (int64_t i = 0; i < n_floats; i += 16) hwy::Prefetch(rows + i);
 }
@@ -109,12 +112,13 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
     }
     const float* value = cache_row(task, task.values, position);
     int64_t i = 0;
+    const bool touches = reads_cold_cache(task);
     const int64_t touched_rows = std::max<int64_t>(kRowTile, kTouchedFloats / padded / kRowTile * kRowTile);
     for (; i + kRowTile <= n_in_page; i += kRowTile) {
       // The rows of the next block, or the first values, while this block is computed.
-      prefetch_lines(key + (i + touched_rows) * stride, i + touched_rows < n_in_page ? kRowTile * stride : 0);
-      prefetch_lines(value + i * task.head_dim, i + touched_rows >= n_in_page ? kRowTile * stride : 0);
-      if (i % touched_rows == 0) touch_rows(key + i * stride, std::min(touched_rows, n_in_page - i) * stride / 16 * 16);
+      if (touches && i + touched_rows < n_in_page) prefetch_lines(key + (i + touched_rows) * stride, kRowTile * stride);
+      if (touches && i + touched_rows >= n_in_page) prefetch_lines(value + i * task.head_dim, kRowTile * task.head_dim);
+      if (touches && i % touched_rows == 0) touch_rows(key + i * stride, std::min(touched_rows, n_in_page - i) * stride / 16 * 16);
       for (int64_t tile = 0; tile < n_tiles; ++tile)
         multiply_strided_tile(key + i * stride, stride, 16, w.q + tile * kTokenTile * padded, padded / 16,
                               tile_rows(n_rows, tile), w.scores + tile * kTokenTile * task.split_keys + m + i,
@@ -205,21 +209,31 @@ HWY_NOINLINE void add_values_tail(const AttentionTask& task, int64_t split, Live
   store16(sum, o + dim);
 }
 
+template <int kRows>
+HWY_INLINE void add_values_of_keys(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
+                                   float* o, int64_t o_stride) {
+  if (begin >= end) return;
+  constexpr int kVectors = kParts == 1 ? 4 : 1;
+  int64_t dim = 0;
+  for (; dim + 16 * kVectors <= task.head_dim; dim += 16 * kVectors)
+    add_values<kRows, kVectors>(task, split, begin, end, p, dim, o, o_stride);
+  for (; dim + 16 <= task.head_dim; dim += 16) add_values<kRows, 1>(task, split, begin, end, p, dim, o, o_stride);
+}
+
 // In blocks of keys whose values stay in the L1 cache while all dimensions pass over them, a few at a time.
 template <int kRows>
 HWY_INLINE void add_values_of_rows(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
                                    float* o, int64_t o_stride) {
-  constexpr int kVectors = kParts == 1 ? 4 : 1;
+  if (!reads_cold_cache(task)) {
+    add_values_of_keys<kRows>(task, split, begin, end, p, o, o_stride);
+    return;
+  }
   const int64_t block = std::max<int64_t>(8, kTouchedFloats / task.head_dim);
   for (int64_t block_end; begin < end; begin = block_end) {
     const int64_t position = split * task.split_keys + begin;
     block_end = std::min({begin + block, end, begin + kPageTokens - position % kPageTokens});
     touch_rows(cache_row(task, task.values, position), (block_end - begin) * task.head_dim / 16 * 16);
-    int64_t dim = 0;
-    for (; dim + 16 * kVectors <= task.head_dim; dim += 16 * kVectors)
-      add_values<kRows, kVectors>(task, split, begin, block_end, p, dim, o, o_stride);
-    for (; dim + 16 <= task.head_dim; dim += 16)
-      add_values<kRows, 1>(task, split, begin, block_end, p, dim, o, o_stride);
+    add_values_of_keys<kRows>(task, split, begin, block_end, p, o, o_stride);
   }
 }
 
