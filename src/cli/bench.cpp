@@ -188,17 +188,45 @@ int print_read_speed(const BenchOptions& options) {
   return 0;
 }
 
+// Of a device's own ceiling: a plain read, measured by the same command.
+std::string share_of(double bytes, double microseconds, double ceiling) {
+  if (ceiling <= 0 || microseconds <= 0) return "";
+  return fmt::format("{:.0f} %", 100 * bytes / microseconds * 1e6 / ceiling);
+}
+
 void print_ops(const Model& model, Backend& backend, const BenchOptions& options, CacheType cache, int64_t depth) {
+  const double ceiling = backend.read_ceiling();
   const StepTiming timing = time_ops(model.program, backend, depth, cache, static_cast<int>(options.n_repetitions));
-  std::string text = fmt::format("| op | layer | us | MB | GB/s |\n|---|---:|---:|---:|---:|\n");
+  std::string text;
+  if (ceiling > 0) text += fmt::format("a plain read of this device's memory: {:.0f} GB/s\n\n", ceiling * 1e-9);
+  const auto line = [&](const std::string& name, size_t op, double microseconds, double bytes) {
+    text += fmt::format("| {} | {} | {:.1f} | {:.3f} | {:.1f} | {} |\n", name, model.program.layer_of_op[op], microseconds, bytes * 1e-6,
+                        bytes / microseconds * 1e-3, share_of(bytes, microseconds, ceiling));
+  };
+  text += fmt::format("depth {}, ops one by one:\n\n| op | layer | us | MB | GB/s | of the ceiling |\n|---|---:|---:|---:|---:|---:|\n", depth);
   double sum = 0;
   for (const OpTiming& op : timing.ops) {
-    const int layer = model.program.layer_of_op[op.op];
     sum += op.microseconds;
-    text += fmt::format("| {} | {} | {:.1f} | {:.3f} | {:.1f} |\n", op_name(model.program.ops[op.op]), layer, op.microseconds,
-                        static_cast<double>(op.bytes) * 1e-6, static_cast<double>(op.bytes) / op.microseconds * 1e-3);
+    line(op_name(model.program.ops[op.op]), op.op, op.microseconds, static_cast<double>(op.bytes));
   }
   text += fmt::format("\nops one by one: {:.1f} us; the step as a whole: {:.1f} us\n", sum, timing.step_microseconds);
+  if (!timing.parts.empty()) {
+    text += "\nas the step runs them:\n\n| ops | layer | us | MB | GB/s | of the ceiling | preparing, us |\n|---|---:|---:|---:|---:|---:|---:|\n";
+    for (const PartTiming& timed : timing.parts) {
+      const StepPart& part = timed.part;
+      std::string names;
+      for (size_t op = part.op_begin; op < part.op_end; ++op)
+        names += (names.empty() ? "" : " ") + std::string(op_name(model.program.ops[op]));
+      const auto bytes = static_cast<double>(timed.bytes);
+      text += fmt::format("| {} | {} | {:.1f} | {:.3f} | {:.1f} | {} | {:.1f} |\n", names, model.program.layer_of_op[part.op_end - 1],
+                          part.microseconds, bytes * 1e-6, bytes / part.microseconds * 1e-3,
+                          share_of(bytes, part.microseconds, ceiling), part.preparing);
+    }
+    text += "\n| where one token's time goes | us | share |\n|---|---:|---:|\n";
+    for (const LedgerLine& each : step_ledger(model.program, timing))
+      text += fmt::format("| {} | {:.1f} | {:.1f} % |\n", each.what, each.microseconds, 100 * each.microseconds / timing.step_microseconds);
+    text += fmt::format("| step | {:.1f} | |\n", timing.step_microseconds);
+  }
   write_output(text);
 }
 

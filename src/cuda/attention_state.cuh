@@ -38,7 +38,7 @@ struct RunningSoftmax {
 
 __device__ __forceinline__ float attention_score(float product, float scale, float softcap) {
   const float score = product * scale;
-  return softcap > 0.0f ? softcap * tanhf(score / softcap) : score;
+  return softcap > 0.0f ? softcap * tanhf(__fdividef(score, softcap)) : score;
 }
 
 }  // namespace beryl::cuda

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "cuda/cuda_executor.h"
+#include "cuda/read_ceiling.h"
 #include "cuda/device_check.h"
 
 namespace beryl {
@@ -65,6 +66,10 @@ class CudaBackend final : public Backend {
   explicit CudaBackend(int device) : properties_(find_device(device)) {}
   std::string_view name() const override { return "cuda"; }
   std::string device_name() const override { return properties_.name; }
+  double read_ceiling() override {
+    check(cudaSetDevice(properties_.device), "choosing the GPU");
+    return measure_read_ceiling();
+  }
   std::optional<DeviceMemory> memory() const override {
     check(cudaSetDevice(properties_.device), "choosing the GPU");
     size_t free_bytes = 0, total_bytes = 0;

@@ -20,6 +20,7 @@ class CudaExecutor final : public Executor {
   void run(OpRange range) override;
   void synchronize() override;
   std::vector<Sampled> samples() override;
+  std::vector<StepPart> time_step(size_t end) override;
   void read_rows(int slot, int64_t row_begin, int64_t n_rows, float* out) override;
   void write_rows(int slot, int64_t row_begin, int64_t n_rows, const float* values) override;
   void read_cache(int cache, CachePart part, int page, int row, float* out) override;
@@ -93,6 +94,8 @@ class CudaExecutor final : public Executor {
   int64_t list_rows(const DecodeSegment& segment) const;
   // False: these rows are not for the decode kernel, and nothing was launched.
   bool run_decode(const DecodeSegment& segment, const DecodeList& list);
+  // The parts of the launch that has just ended, which took so long.
+  void add_decode_parts(const DecodeSegment& segment, double microseconds, std::vector<StepPart>& parts) const;
 
   RowsView view(Rows rows) const;
   int64_t n_rows(Rows rows) const;
@@ -135,6 +138,7 @@ class CudaExecutor final : public Executor {
 
   std::vector<DecodeList> decode_segments_, decode_single_;
   int n_decode_lists_ = 0;
+  bool takes_times_ = false;          // the decode kernel writes its timeline
 
   PageWindow window_;
   std::vector<CachedGraph> graphs_;

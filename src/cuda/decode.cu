@@ -37,20 +37,17 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
   bool filled = false;                             // the ring has been full once: slots must be free again
   const WeightStream* at = block.args.streams;
   WeightStream next = *at;
-  const int n_blocks = static_cast<int>(gridDim.x);
   while (next.weights != nullptr) {
     const WeightStream s = next;
     next = *++at;                                  // here, so that it is there in time
-    const int rotated = (static_cast<int>(blockIdx.x) + s.rotation) % n_blocks;
-    const int first = block_unit(s.n_units, rotated, n_blocks), n_units = block_unit(s.n_units, rotated + 1, n_blocks) - first;
-    const int batch = max(1, block.args.partial_floats / (s.unit_partials * block.args.n_rows));
-    const int stages_a_slot = min(s.slot_stages, block.args.slot_bytes / s.stage_bytes);
-    for (int unit = 0; unit < n_units; unit += batch) {
-      const int count = min(batch, n_units - unit);
+    const LinearShare share = linear_share(block.args, s);
+    const int stages_a_slot = stages_of_slot(block.args, s);
+    for (int unit = 0; unit < share.n_units; unit += share.batch) {
+      const int count = min(share.batch, share.n_units - unit);
       for (int stage = 0; stage < s.n_stages; stage += kChunkStages) {
         const int end = min(stage + kChunkStages, s.n_stages);
         for (int u = 0; u < count; ++u) {
-          const unsigned char* from = s.weights + (first + unit + u) * s.unit_bytes;
+          const unsigned char* from = s.weights + (share.first + unit + u) * s.unit_bytes;
           for (int i = stage; i < end; i += stages_a_slot) {
             if (filled) barrier_wait(&block.small->empty[ring.slot], ring.parity ^ 1);
             copy_slot(block.ring + ring.slot * block.args.slot_bytes, from + i * int64_t{s.stage_bytes},
@@ -68,7 +65,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #endif
 }
 
-template <int kTiles>
+template <int kRows>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) unsigned char decode_shared[];
   const DecodeBlock block(args, decode_shared);
@@ -93,6 +90,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       small->positions[lane] = args.positions[lane];
       small->sequences[lane] = args.sequences[lane];
     }
+    for (int i = lane; i < static_cast<int>(sizeof(DecodeArgs) / 4); i += 32)
+      reinterpret_cast<uint32_t*>(&small->args)[i] = reinterpret_cast<const uint32_t*>(&args)[i];
     const uint32_t odd = lane < kDecodeRows ? ~args.flags[lane] & 1u : 0u;
     const uint32_t flags = __ballot_sync(kAllLanes, odd != 0);
     if (lane == 0) small->flags = flags;
@@ -116,8 +115,18 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
                      reinterpret_cast<const uint4*>(args.phases + index + 1) + now.thread, 16);
       commit_copies();
       const auto hold_next = [] { wait_copies<0>(); };
-      if (phase.kind == PhaseKind::kLinear) run_linear<kTiles>(args, decode_shared, &phase.linear, hold_next);
-      else run_attention(args, decode_shared, phase.attention, hold_next);
+      const auto stamp = [&](int which) {
+        if (args.timeline == nullptr) return;
+        const DecodeBlock block(args, afresh(decode_shared));
+        if (block.thread != 0) return;
+        uint64_t cycles;
+        asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles)::"memory");
+        args.timeline[(int64_t{block.small->places[0].phase} * gridDim.x + block_index()) * kDecodeStamps + which] = cycles;
+      };
+      stamp(0);
+      if (phase.kind == PhaseKind::kLinear) run_linear<kRows>(args, decode_shared, &phase.linear, hold_next, stamp);
+      else run_attention<kRows>(args, decode_shared, phase.attention, hold_next, stamp);
+      stamp(3);
       const DecodeBlock then(args, afresh(decode_shared));
       __syncwarp();
       if (then.lane == 0) ++then.small->places[then.warp].phase;
@@ -166,11 +175,13 @@ bool decode_attends(int head_dim, CacheElement element, int window) {
 int64_t decode_partial_floats(int n_heads, int head_dim) { return int64_t{n_heads} * kMaxDecodeUnits * head_dim; }
 int64_t decode_partial_states(int n_heads) { return int64_t{n_heads} * kMaxDecodeUnits * kStateCopies; }
 
-DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
+namespace {
+
+DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, int x_bytes) {
   constexpr int kPartialBytes = 8 * 1024;          // of one buffer, so that a batch has several units
   DecodeCut cut;
   cut.sum_groups = needs.sum_groups;
-  cut.x_bytes = round_up(n_rows * (2 * needs.group_bytes + 40), 16);
+  cut.x_bytes = round_up(x_bytes, 16);
   cut.partials_at = round_up(kMatvecWarps * cut.x_bytes, 128);
   const int unit_bytes = needs.unit_partials * n_rows * 4;
   const int attention = needs.attention_bytes > 0 ? needs.attention_bytes + n_rows * needs.attention_row_bytes : 0;
@@ -196,6 +207,16 @@ DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block)
   return cut;
 }
 
+}  // namespace
+
+// x of all chunks at once where that costs at most one slot of the ring.
+DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
+  const int one_chunk = x_chunk_bytes(n_rows, needs.group_bytes);
+  const DecodeCut one = cut_with(needs, n_rows, shared_per_block, one_chunk);
+  const DecodeCut all = cut_with(needs, n_rows, shared_per_block, std::max(one_chunk, n_rows * needs.x_all_bytes));
+  return all.n_slots > 0 && all.slot_bytes == one.slot_bytes && all.n_slots + 1 >= one.n_slots && all.n_slots >= 3 ? all : one;
+}
+
 void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCut& cut, int n_blocks) {
   BERYL_CHECK(args.n_rows >= 1 && args.n_rows <= kDecodeRows && cut.n_slots > 0, "the decode kernel takes 1 to 8 rows");
   args.slot_bytes = cut.slot_bytes;
@@ -203,15 +224,19 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   args.x_bytes = cut.x_bytes;
   args.partials_at = cut.partials_at;
   args.partial_floats = cut.partial_floats;
-  args.scratch_bytes = cut.scratch_bytes;
-  args.sum_groups = (cut.sum_groups + 3) / 4 * 4;
+  args.partial_row_floats = cut.partial_floats / args.n_rows;
+  args.scratch_at = cut.n_slots * cut.slot_bytes;
+  args.small_at = args.scratch_at + cut.scratch_bytes;
+  args.sum_groups = round_up(cut.sum_groups, 4);
+  args.row_sums = args.n_rows * args.sum_groups;
+  args.rows_inverse = static_cast<uint32_t>((65536 + args.n_rows - 1) / args.n_rows);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(n_blocks));
   shape.block = dim3(kDecodeThreads);
   shape.shared_bytes = cut.shared_bytes;
   shape.cooperative = true;
   shape.name = "decode step";
-  launch(context, shape, args.n_rows <= 4 ? decode_kernel<1> : decode_kernel<2>, args);
+  launch(context, shape, args.n_rows == 1 ? decode_kernel<1> : args.n_rows <= 4 ? decode_kernel<4> : decode_kernel<8>, args);
 }
 
 }  // namespace beryl::cuda

@@ -236,7 +236,7 @@ struct AttentionUnit {
     return reinterpret_cast<float*>(scratch + AttentionScratch::kNewScalesAt)[row * 2 + (is_values ? 1 : 0)];
   }
   static constexpr CacheElement kElement = kFp8 ? CacheElement::kFp8 : CacheElement::kBf16;
-  static constexpr int kHalf = kDim / 2;
+  static constexpr std::integral_constant<int, kDim / 2> kHalf = {};
   // All values are asked for before the first is looked at.
   __device__ __forceinline__ void load_head(Head& head, const PhaseRows& rows, int row, int col) const {
     const float* from = rows.values + row * int64_t{rows.stride} + col;
@@ -470,10 +470,10 @@ struct AttentionUnit {
           const float first = __fadd_rn(sums[m][n][0], sums[m][n][1]), second = __fadd_rn(sums[m][n][2], sums[m][n][3]);
           const int col = block.warp * S::kColumns + group * kLaneColumns + 2 * m;
           if (u.units.count == 1) {
-            const float total = state[2 * kUnitHeads + head];
+            const float inverse = __fdividef(1.0f, state[2 * kUnitHeads + head]);
             const int64_t out = int64_t{u.first_head + head} * kDim + col;
-            store_row(p.out, u.row, out, first / total, block.flag(u.row));
-            store_row(p.out, u.row, out + 1, second / total, block.flag(u.row));
+            store_row(p.out, u.row, out, __fmul_rn(first, inverse), block.flag(u.row));
+            store_row(p.out, u.row, out + 1, __fmul_rn(second, inverse), block.flag(u.row));
           } else {
             const int64_t at = (int64_t{u.row} * p.n_heads + u.first_head + head) * kMaxDecodeUnits + u.unit;
             leave_pair(reinterpret_cast<float2*>(block.args.partial_sums + at * kDim + col), first, second);
@@ -529,10 +529,14 @@ struct AttentionUnit {
   }
 };
 
-// All units of this block.
+// All units of this block. Not inlined: a function of its own has its own registers, and nothing of it lives on in the rest of the
+// kernel. Its arguments are addresses of shared memory, so that the compiler knows them as such.
 template <int kDim, bool kFp8>
-__device__ __forceinline__ void attend(const DecodeArgs& args, unsigned char* shared, const AttentionPhase* phase) {
-  int index = static_cast<int>(blockIdx.x);
+__device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
+  const DecodeArgs& args = *shared_object<const DecodeArgs>(args_at);
+  unsigned char* shared = shared_object<unsigned char>(shared_at);
+  const AttentionPhase* phase = shared_object<const AttentionPhase>(phase_at);
+  int index = block_index();
 #pragma unroll 1
   for (int row = 0; row < args.n_rows; ++row) {
 #pragma unroll 1
@@ -598,18 +602,19 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
       value = __fmaf_rn(from[lane], f, value);
       weight = __fmaf_rn(from[kMergeColumns + 1], f, weight);
     }
-    store_row(p.out, row, int64_t{head} * dim + column_block * kMergeColumns + lane, value / weight, block.flag(row));
+    store_row(p.out, row, int64_t{head} * dim + column_block * kMergeColumns + lane, __fdividef(value, weight), block.flag(row));
   }
   asm volatile("bar.sync %0, 256;" ::"r"(2 + half) : "memory");   // the next one writes there
 }
 
+template <int kRows>
 __device__ __forceinline__ void merge(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& phase) {
   const DecodeBlock block(args, afresh(shared));
   const AttentionPhase& p = *afresh(&phase);
   const int column_blocks = p.cache.head_dim / kMergeColumns, n_tasks = p.n_heads * column_blocks, n_blocks = static_cast<int>(gridDim.x);
-  int task = static_cast<int>(blockIdx.x) + block.warp / kMergeWarps * n_blocks;
+  int task = block_index() + block.warp / kMergeWarps * n_blocks;
 #pragma unroll 1
-  for (int row = 0; row < args.n_rows; ++row) {
+  for (int row = 0; row < count_rows<kRows>(args); ++row) {
     const int n_units = decode_units(block.small->positions[row], p.window).count;
     if (n_units == 1) continue;
 #pragma unroll 1
@@ -620,24 +625,31 @@ __device__ __forceinline__ void merge(const DecodeArgs& args, unsigned char* sha
   __threadfence();
 }
 
-template <class Function>
-__device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier) {
-  const bool fp8 = p.cache.element == CacheElement::kFp8;
-  switch (p.cache.head_dim) {
-    case 64: fp8 ? attend<64, true>(args, shared, &p) : attend<64, false>(args, shared, &p); break;
-    case 128: fp8 ? attend<128, true>(args, shared, &p) : attend<128, false>(args, shared, &p); break;
-    case 256: fp8 ? attend<256, true>(args, shared, &p) : attend<256, false>(args, shared, &p); break;
-    default: fp8 ? attend<512, true>(args, shared, &p) : attend<512, false>(args, shared, &p); break;
+template <int kRows, class Function, class Stamp>
+__device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier,
+                                              Stamp&& stamp) {
+  {
+    const DecodeBlock block(args, afresh(shared));
+    const uint32_t args_at = shared_address(&block.small->args), shared_at = shared_address(shared), phase_at = shared_address(&p);
+    const bool fp8 = p.cache.element == CacheElement::kFp8;
+    switch (p.cache.head_dim) {
+      case 64: fp8 ? attend<64, true>(args_at, shared_at, phase_at) : attend<64, false>(args_at, shared_at, phase_at); break;
+      case 128: fp8 ? attend<128, true>(args_at, shared_at, phase_at) : attend<128, false>(args_at, shared_at, phase_at); break;
+      case 256: fp8 ? attend<256, true>(args_at, shared_at, phase_at) : attend<256, false>(args_at, shared_at, phase_at); break;
+      default: fp8 ? attend<512, true>(args_at, shared_at, phase_at) : attend<512, false>(args_at, shared_at, phase_at); break;
+    }
   }
+  stamp(1);
   bool merges = false;
   {
     const DecodeBlock block(args, afresh(shared));
-    for (int row = 0; row < args.n_rows; ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
+    for (int row = 0; row < count_rows<kRows>(args); ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
   }
   if (merges) {
     DecodeBlock::barrier();              // the scratch changes hands
-    merge(args, shared, p);
+    merge<kRows>(args, shared, p);
   }
+  stamp(2);
   before_barrier();
   DecodeBlock::barrier();
 }

@@ -31,6 +31,7 @@ struct DecodeShared {
   uint64_t empty[kDecodeMaxSlots];
   WarpPlace places[kMatvecWarps];
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
+  alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
   int32_t positions[kDecodeRows];
   int32_t sequences[kDecodeRows];
   uint32_t flags;                   // bit r: the flag of row r in this launch
@@ -49,10 +50,13 @@ struct RingPlace {
 // computes its own pointers and loads what it needs of a phase by itself, instead of keeping all of it in registers through
 // everything else. Spilled registers would come back from the L2.
 template <class T>
-__device__ __forceinline__ T* afresh(T* object) {
-  uint32_t address = shared_address(object);
+__device__ __forceinline__ T* shared_object(uint32_t address) {
   asm volatile("" : "+r"(address));
   return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+template <class T>
+__device__ __forceinline__ T* afresh(T* object) {
+  return shared_object<T>(shared_address(object));
 }
 
 // Likewise the thread's number.
@@ -60,6 +64,19 @@ __device__ __forceinline__ int thread_afresh() {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));
   return thread;
+}
+
+// Which block this is; read anew where it is needed, so that nobody keeps it in a register (and, there being too few, in memory).
+__device__ __forceinline__ int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// Rows of this launch; kRows: 1, or up to 4 or 8.
+template <int kRows>
+__device__ __forceinline__ int count_rows(const DecodeArgs& args) {
+  return kRows == 1 ? 1 : args.n_rows;
 }
 
 struct DecodeBlock {
@@ -72,9 +89,8 @@ struct DecodeBlock {
   int thread, warp, lane;
 
   __device__ __forceinline__ DecodeBlock(const DecodeArgs& a, unsigned char* shared)
-      : args(a), ring(shared), scratch(shared + a.n_slots * a.slot_bytes),
-        small(reinterpret_cast<DecodeShared*>(scratch + a.scratch_bytes)),
-        add_sums(reinterpret_cast<float*>(small + 1)), norm_sums(add_sums + a.n_rows * a.sum_groups),
+      : args(a), ring(shared), scratch(shared + a.scratch_at), small(reinterpret_cast<DecodeShared*>(shared + a.small_at)),
+        add_sums(reinterpret_cast<float*>(small + 1)), norm_sums(add_sums + a.row_sums),
         thread(thread_afresh()), warp(thread / 32), lane(thread % 32) {}
   __device__ __forceinline__ static void barrier() { partial_block_barrier<kDecodeConsumers>(); }
   __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
@@ -116,20 +132,6 @@ __device__ __forceinline__ float load_exchange(const float* from, uint32_t flag)
   for (uint32_t polls = 0;;) {
     const uint32_t bits = load_common_word(from);
     if (((bits ^ flag) & 1u) == 0) return without_flag(bits);
-    count_poll(polls);
-  }
-}
-// Two groups of 128 columns at once; where there is one, twice the same.
-struct TwoGroups {
-  float4 v[2];
-};
-__device__ __forceinline__ TwoGroups load_exchange_groups(const float* first, const float* second, uint32_t flag) {
-  for (uint32_t polls = 0;;) {
-    const uint4 a = load_common_words(first), b = load_common_words(second);
-    const uint32_t wrong = (a.x ^ flag) | (a.y ^ flag) | (a.z ^ flag) | (a.w ^ flag) | (b.x ^ flag) | (b.y ^ flag) | (b.z ^ flag) | (b.w ^ flag);
-    if ((wrong & 1u) == 0)
-      return {{make_float4(without_flag(a.x), without_flag(a.y), without_flag(a.z), without_flag(a.w)),
-               make_float4(without_flag(b.x), without_flag(b.y), without_flag(b.z), without_flag(b.w))}};
     count_poll(polls);
   }
 }

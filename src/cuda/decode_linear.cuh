@@ -5,26 +5,36 @@
 // the one that a norm's sum before x needs. Its sums go to shared memory; after a batch of units the block adds the warps'
 // sums in order and stores y. The factor of the norm multiplies the sums at the end, so x does not wait for it. Every sum
 // has one order, whatever the number of rows, blocks, the batches and the speed of warps; there are no atomics.
+//
+// Nearly all of the time between two phases is executing instructions one after the other, so what runs once a phase is
+// written for few of them in a row: no division, values of several rows (or chunks) side by side, the number of rows
+// known to the compiler where it is 1 (kRows: 1, or up to 4 or 8).
 #pragma once
 
 #include "cuda/decode_block.cuh"
 
 namespace beryl::cuda {
 
+// Tensor-core tiles of 8 columns: 4 rows of x in two digits each.
+constexpr int row_tiles(int rows) { return rows > 4 ? 2 : 1; }
+
 __device__ __forceinline__ XForm x_form(Format format) {
   return format == Format::kBf16 ? XForm::kBf16 : format == Format::kF16 || format == Format::kFp8 ? XForm::kF16 : XForm::kInt16;
 }
 __device__ __forceinline__ int group_bytes(XForm form) { return form == XForm::kInt16 ? 256 : 512; }
 
-// The x of one warp: digits of its groups (up to 2) of each row, then sums of 32 columns, then scales.
+// The x of one warp: digits of its groups (up to 2 a chunk) of each row, then sums of 32 columns, then scales. Of all
+// chunks where args.x_bytes has room for them (of the phases without a residual), else of the one that is being multiplied.
 struct WarpX {
-  unsigned char* codes;
-  float* sums;                      // [2 · rows][4]
-  float* scales;                    // [2 · rows]
-  __device__ __forceinline__ WarpX(const DecodeBlock& block, int n_rows, int bytes_of_group) {
-    codes = block.scratch + block.warp * block.args.x_bytes;
-    sums = reinterpret_cast<float*>(codes + 2 * n_rows * bytes_of_group);
-    scales = sums + 8 * n_rows;
+  unsigned char* codes;             // [chunk][2][rows][bytes of a group]
+  float* sums;                      // [chunk][2][rows][4]
+  float* scales;                    // [chunk][2][rows]
+  __device__ __forceinline__ WarpX(const DecodeBlock& block, int n_rows, int bytes_of_group, int n_chunks, int chunk) {
+    const int groups = 2 * n_rows * n_chunks, first = 2 * n_rows * chunk;
+    unsigned char* begin = block.scratch + block.warp * block.args.x_bytes;
+    codes = begin + first * bytes_of_group;
+    sums = reinterpret_cast<float*>(begin + groups * bytes_of_group) + first * 4;
+    scales = reinterpret_cast<float*>(begin + groups * (bytes_of_group + 16)) + first;
   }
 };
 
@@ -32,22 +42,24 @@ struct WarpX {
 struct ChunkColumns {
   int first;                        // column
   int n_groups;                     // of 128 columns: 1 or 2
-  int n_stages;
-  __device__ __forceinline__ ChunkColumns(const LinearPhase& p, int chunk, int k) {
-    const int tile_columns = p.format == Format::kF16 || p.format == Format::kBf16 ? 64 : 128;
-    const int stage = chunk * kChunkStages;
-    n_stages = min(p.stream.n_stages - stage, kChunkStages);
-    first = column_tile_of(p.stream.n_stages, p.k_warps, stage, k) * tile_columns;
-    n_groups = n_stages * tile_columns / 128;
+  __device__ __forceinline__ ChunkColumns(const LinearPhase& p, int chunk, int k, bool full) {
+    if (full) {
+      first = (chunk * p.k_warps + k) * 256;
+      n_groups = 2;
+      return;
+    }
+    const int stage = chunk * kChunkStages, n_stages = min(p.stream.n_stages - stage, kChunkStages);
+    first = column_tile_of(p.stream.n_stages, p.k_warps, stage, k) * p.tile_columns;
+    n_groups = n_stages * p.tile_columns / 128;
   }
 };
 
 // ---- products: all units of a batch in one chunk ----
 
 template <class Codec, int kTiles>
-__device__ __forceinline__ LaneX<kTiles> make_lane_x(const DecodeBlock& block, int n_rows) {
+__device__ __forceinline__ LaneX<kTiles> make_lane_x(const DecodeBlock& block, int n_rows, int x_chunks, int x_chunk) {
   constexpr int kGroupBytes = Codec::kX == XForm::kInt16 ? 256 : 512;
-  const WarpX x(block, n_rows, kGroupBytes);
+  const WarpX x(block, n_rows, kGroupBytes, x_chunks, x_chunk);
   const int codes_at = static_cast<int>(x.codes - block.ring), sums_at = static_cast<int>(reinterpret_cast<unsigned char*>(x.sums) - block.ring),
             scales_at = static_cast<int>(reinterpret_cast<unsigned char*>(x.scales) - block.ring);
   LaneX<kTiles> lane_x;
@@ -86,20 +98,29 @@ struct Multiply {
   int stage_bytes;
   int tile_codes;
   int unit_floats;                  // from unit to unit of the partial sums
+  int x_chunks, x_chunk;            // of WarpX
   float* partials;                  // of this warp's first unit
 };
 
-template <class Codec, Format kFormat, int kTiles>
+template <class Codec, Format kFormat, int kRows>
 __device__ __forceinline__ RingPlace multiply(const DecodeArgs& args, unsigned char* whole, const Multiply& m, RingPlace ring) {
   constexpr TileShape kTile = tile_shape(kFormat);
+  constexpr int kTiles = row_tiles(kRows);
   constexpr bool kPairs = slot_stages(kFormat) == 2;      // two tiles of a slot side by side
   static_assert(Codec::kXScale == codec_x_scale(kFormat) && Codec::kNeedsSums == needs_x_sums(kFormat));
   unsigned char* shared = afresh(whole);
   const DecodeBlock block(args, shared);
-  const int lane = block.lane, n_rows = args.n_rows;
-  const LaneX<kTiles> lane_x = make_lane_x<Codec, kTiles>(block, n_rows);
+  const int lane = block.lane, n_rows = count_rows<kRows>(args);
+  const LaneX<kTiles> lane_x = make_lane_x<Codec, kTiles>(block, n_rows, m.x_chunks, m.x_chunk);
   const unsigned char* const codes_at = shared + block.warp * kTile.code_bytes;
   const unsigned char* const meta_at = shared + m.tile_codes + block.warp * kTile.meta_bytes;
+  // Few enough x stays in registers for all units.
+  constexpr bool kHeld = kPairs && kTiles == 1 && Codec::kX == XForm::kInt16 && !Codec::kNeedsSums;
+  IntegerX<kTiles> held[2];
+  if constexpr (kHeld) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) load_x(shared, lane_x, min(s, m.n_stages - 1), held[s]);
+  }
   float* to = m.partials;
 #pragma unroll 1
   for (int unit = 0; unit < m.n_units; ++unit, to += m.unit_floats) {
@@ -117,7 +138,10 @@ __device__ __forceinline__ RingPlace multiply(const DecodeArgs& args, unsigned c
         ring.next(args.n_slots);
         typename Codec::template Product<kTiles> products[2];
 #pragma unroll
-        for (int s = 0; s < 2; ++s) products[s].start(tiles[s], shared, lane_x, stage + s);
+        for (int s = 0; s < 2; ++s) {
+          if constexpr (kHeld) products[s].start(held[s]);
+          else products[s].start(tiles[s], shared, lane_x, stage + s);
+        }
 #pragma unroll
         for (int i = 0; i < Codec::kSteps; ++i)
 #pragma unroll
@@ -148,186 +172,326 @@ __device__ __forceinline__ RingPlace multiply(const DecodeArgs& args, unsigned c
   return ring;
 }
 
-template <int kTiles>
+template <int kRows>
 __device__ __forceinline__ RingPlace multiply_format(Format format, const DecodeArgs& args, unsigned char* shared, const Multiply& m,
                                                      RingPlace ring) {
   switch (format) {
-    case Format::kFp4G128: return multiply<Fp4G128, Format::kFp4G128, kTiles>(args, shared, m, ring);
-    case Format::kMxfp4: return multiply<Mxfp4, Format::kMxfp4, kTiles>(args, shared, m, ring);
-    case Format::kNvfp4: return multiply<Nvfp4, Format::kNvfp4, kTiles>(args, shared, m, ring);
-    case Format::kQ4_0: return multiply<GroupOf32<4, false>, Format::kQ4_0, kTiles>(args, shared, m, ring);
-    case Format::kQ4_1: return multiply<GroupOf32<4, true>, Format::kQ4_1, kTiles>(args, shared, m, ring);
-    case Format::kQ5_0: return multiply<GroupOf32<5, false>, Format::kQ5_0, kTiles>(args, shared, m, ring);
-    case Format::kQ5_1: return multiply<GroupOf32<5, true>, Format::kQ5_1, kTiles>(args, shared, m, ring);
-    case Format::kQ8_0: return multiply<GroupOf32<8, false>, Format::kQ8_0, kTiles>(args, shared, m, ring);
-    case Format::kQ4_K: return multiply<GroupOf32K<4>, Format::kQ4_K, kTiles>(args, shared, m, ring);
-    case Format::kQ5_K: return multiply<GroupOf32K<5>, Format::kQ5_K, kTiles>(args, shared, m, ring);
-    case Format::kQ6_K: return multiply<Q6K, Format::kQ6_K, kTiles>(args, shared, m, ring);
-    case Format::kFp8: return multiply<Fp8, Format::kFp8, kTiles>(args, shared, m, ring);
-    case Format::kF16: return multiply<Float16<false>, Format::kF16, kTiles>(args, shared, m, ring);
-    default: return multiply<Float16<true>, Format::kBf16, kTiles>(args, shared, m, ring);
+    case Format::kFp4G128: return multiply<Fp4G128, Format::kFp4G128, kRows>(args, shared, m, ring);
+    case Format::kMxfp4: return multiply<Mxfp4, Format::kMxfp4, kRows>(args, shared, m, ring);
+    case Format::kNvfp4: return multiply<Nvfp4, Format::kNvfp4, kRows>(args, shared, m, ring);
+    case Format::kQ4_0: return multiply<GroupOf32<4, false>, Format::kQ4_0, kRows>(args, shared, m, ring);
+    case Format::kQ4_1: return multiply<GroupOf32<4, true>, Format::kQ4_1, kRows>(args, shared, m, ring);
+    case Format::kQ5_0: return multiply<GroupOf32<5, false>, Format::kQ5_0, kRows>(args, shared, m, ring);
+    case Format::kQ5_1: return multiply<GroupOf32<5, true>, Format::kQ5_1, kRows>(args, shared, m, ring);
+    case Format::kQ8_0: return multiply<GroupOf32<8, false>, Format::kQ8_0, kRows>(args, shared, m, ring);
+    case Format::kQ4_K: return multiply<GroupOf32K<4>, Format::kQ4_K, kRows>(args, shared, m, ring);
+    case Format::kQ5_K: return multiply<GroupOf32K<5>, Format::kQ5_K, kRows>(args, shared, m, ring);
+    case Format::kQ6_K: return multiply<Q6K, Format::kQ6_K, kRows>(args, shared, m, ring);
+    case Format::kFp8: return multiply<Fp8, Format::kFp8, kRows>(args, shared, m, ring);
+    case Format::kF16: return multiply<Float16<false>, Format::kF16, kRows>(args, shared, m, ring);
+    default: return multiply<Float16<true>, Format::kBf16, kRows>(args, shared, m, ring);
   }
 }
 
 // ---- x ----
 
+// Sums over a warp's lanes, each with the bits of lane_sum(value[i]): while halves of the lanes still have the same work they
+// share it. A lane gets the sum of value (lane * kValues / 32).
+template <int kValues>
+__device__ __forceinline__ float lane_sums(float (&value)[kValues], int lane) {
+  int offset = 16;
+#pragma unroll
+  for (int n = kValues / 2; n > 0; n /= 2, offset /= 2)
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const bool upper = (lane & offset) != 0;
+      const float keep = upper ? value[i + n] : value[i], give = upper ? value[i] : value[i + n];
+      value[i] = keep + __shfl_xor_sync(kAllLanes, give, offset);
+    }
+  float sum = value[0];
+#pragma unroll
+  for (int rest = 16 / kValues; rest > 0; rest /= 2) sum += __shfl_xor_sync(kAllLanes, sum, rest);
+  return sum;
+}
+
+// kSide lots of 256 columns side by side: of neighbouring rows, or of neighbouring chunks of one row.
+template <int kSide>
+struct SideBySide {
+  float4 v[kSide][2];
+};
+
+// kFull: as LinearPhase::full.
+template <int kRows, bool kFull>
 struct LinearBlock {
+  static constexpr int kSide = kRows == 1 ? 1 : 4;
   const DecodeBlock& block;
   const LinearPhase& p;
-  int k, r, n_rows, n_groups;       // n_groups: of 128 columns, of a whole row
+  int k, r, n_rows;
   bool has_tile, writes;            // writes: the one of the row warps that stores what all of them compute
-  float inverse_cols;
 
-  __device__ __forceinline__ LinearBlock(const DecodeBlock& b, const LinearPhase& phase)
-      : block(b), p(phase), k(b.warp / phase.row_warps), r(b.warp % phase.row_warps), n_rows(b.args.n_rows),
-        n_groups((phase.cols + 127) / 128), has_tile(b.warp < phase.k_warps * phase.row_warps), writes(has_tile && r == 0),
-        inverse_cols(1.0f / static_cast<float>(phase.cols)) {}
+  __device__ __forceinline__ LinearBlock(const DecodeBlock& b, const LinearPhase& phase) : block(b), p(phase), n_rows(count_rows<kRows>(b.args)) {
+    k = kFull ? b.warp : static_cast<int>(static_cast<uint32_t>(b.warp) * phase.row_warps_inverse >> 16);
+    r = kFull ? 0 : b.warp - k * phase.row_warps;
+    has_tile = k < phase.k_warps;
+    writes = has_tile && r == 0;
+  }
 
   // Digits straight from what add_to_residual computes: only where no other warp writes the residual that this one reads.
   __device__ __forceinline__ bool direct() const { return p.n_chunks == 1 && (p.row_warps == 1 || n_rows == 1); }
-  __device__ __forceinline__ float* own_residual(int row, int col) const {
-    return block.args.residual + (int64_t{blockIdx.x} * kDecodeRows + row) * block.args.residual_cols + col;
+  // All chunks of x at once.
+  __device__ __forceinline__ bool all_chunks() const {
+    return !p.residual && p.n_chunks * x_chunk_bytes(n_rows, group_bytes(x_form(p.format))) <= block.args.x_bytes;
   }
+  // Beyond the last row there is the last row once more: the same values go to the same places.
+  __device__ __forceinline__ int row_at(int row) const { return kRows == 1 ? 0 : min(row, n_rows - 1); }
+  __device__ __forceinline__ int lane_column(const ChunkColumns& columns, int i) const { return columns.first + i * 128 + block.lane * 4; }
+  __device__ __forceinline__ bool is_live(const ChunkColumns& columns, int i) const {
+    return kFull || (i < columns.n_groups && lane_column(columns, i) < p.cols);
+  }
+
+  __device__ __forceinline__ float* own_residual(int row, int col) const {
+    return block.args.residual + (int64_t{block_index()} * kDecodeRows + row) * block.args.residual_cols + col;
+  }
+  // updated: the block's own copy, which exists once a phase has changed the residual or met its beginning.
   __device__ __forceinline__ float4 load_residual(int row, int col, bool updated) const {
     const float* from = p.residual_in != nullptr && !updated ? p.residual_in + row * int64_t{p.residual_stride} + col : own_residual(row, col);
     return *reinterpret_cast<const float4*>(from);
   }
-  // The warp's columns of a row; zeros where the matrix has none. Waits for exchange rows by one word, then loads all.
-  __device__ __forceinline__ TwoGroups load_columns(const PhaseRows& rows, int row, const ChunkColumns& columns) const {
-    const int lane_col = columns.first + block.lane * 4, last_col = lane_col + (columns.n_groups - 1) * 128;
-    const bool live[2] = {lane_col < p.cols, columns.n_groups > 1 && last_col < p.cols};
-    TwoGroups x = {};
-    if (columns.first >= p.cols) return x;
-    const float* from = rows.values + row * int64_t{rows.stride};
-    // Lanes without a column read the first one.
-    const float* first = from + (live[0] ? lane_col : columns.first);
-    const float* second = live[1] ? from + last_col : first;
-    if (rows.exchange) {
-      const uint32_t flag = block.flag(row);
-      await_word(from + min(columns.first + columns.n_groups * 128, p.cols) - 4, flag);
-      x = load_exchange_groups(first, second, flag);
-    } else {
-      x.v[0] = __ldcg(reinterpret_cast<const float4*>(first));
-      x.v[1] = __ldcg(reinterpret_cast<const float4*>(second));
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (!live[i]) x.v[i] = make_float4(0, 0, 0, 0);
-    return x;
-  }
-  __device__ __forceinline__ void put_sum(float* sums, int row, int group, float value) const {
-    if (writes && group < n_groups && block.lane == 0) sums[row * block.args.sum_groups + group] = value;
-  }
-  __device__ __forceinline__ void write_digits(int own_group, int row, float4 v) const {
-    const XForm form = x_form(p.format);
-    const int bytes = group_bytes(form), index = own_group * n_rows + row;
-    const WarpX x(block, n_rows, bytes);
-    write_group(form, needs_x_sums(p.format), p.x_scale, v, block.lane, x.codes + index * bytes, x.scales + index, x.sums + index * 4);
+  __device__ __forceinline__ float4 load_vector(const float* vector, const ChunkColumns& columns, int i, float nothing) const {
+    return is_live(columns, i) ? load_weight4(vector, lane_column(columns, i)) : make_float4(nothing, nothing, nothing, nothing);
   }
 
-  // The first time that a phase meets a chunk of x, or once more for another batch of units (again).
-  __device__ __forceinline__ void prepare(int chunk, bool again) const {
-    if (!has_tile) return;
-    const ChunkColumns columns(p, chunk, k);
-    __syncwarp();                  // nobody reads the last chunk any more
-    float4 weight[2];
+  // Rows row, row + 1, ... of one chunk, or (rows_apart false) row `row` of chunks chunk, chunk + 1, ...; zeros where the matrix
+  // has no column. Exchange rows are awaited by one word of the last lot, then all is loaded, until all of it is there.
+  template <int kLots>
+  __device__ __forceinline__ void load_lots(const PhaseRows& rows, int row, int chunk, bool rows_apart, SideBySide<kLots>& x) const {
+    const float* from[kLots][2];
+    bool live[kLots][2];
+    uint32_t flag[kLots];
+    const uint32_t flags = block.small->flags;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int col = columns.first + i * 128 + block.lane * 4;
-      weight[i] = p.has_norm && i < columns.n_groups && col < p.cols ? load_weight4(p.norm_weight, col) : make_float4(1, 1, 1, 1);
-    }
-#pragma unroll 1
-    for (int row = 0; row < n_rows; ++row) {
-      TwoGroups x = {};
-      if (p.residual) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int col = columns.first + i * 128 + block.lane * 4;
-          if (i < columns.n_groups && col < p.cols) x.v[i] = load_residual(row, col, again);
-        }
-      } else {
-        x = load_columns(p.x, row, columns);
-      }
+    for (int lot = 0; lot < kLots; ++lot) {
+      const int lot_row = rows_apart ? row_at(row + lot) : row;
+      const ChunkColumns columns(p, rows_apart ? chunk : min(chunk + lot, p.n_chunks - 1), k, kFull);
+      const float* begin = rows.values + lot_row * int64_t{rows.stride};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i >= columns.n_groups) break;
-        const int col = columns.first + i * 128 + block.lane * 4, group = col / 128;
-        if (!again) {
-          if (p.has_norm) put_sum(block.norm_sums, row, group, group_squares(x.v[i]));
-          if (p.residual) keep_residual(row, col, x.v[i]);
-        }
-        write_digits(i, row, p.has_norm ? times(x.v[i], weight[i]) : x.v[i]);
+        live[lot][i] = is_live(columns, i);
+        // Lanes without a column read the chunk's first one, or the row's.
+        from[lot][i] = begin + (live[lot][i] ? lane_column(columns, i) : columns.first < p.cols ? columns.first : 0);
       }
+      flag[lot] = flags >> lot_row & 1u;
+    }
+    if (rows.exchange) {
+      {
+        const ChunkColumns columns(p, rows_apart ? chunk : min(chunk + kLots - 1, p.n_chunks - 1), k, kFull);
+        const int end = kFull ? columns.first + 256 : min(columns.first + columns.n_groups * 128, p.cols);
+        const float* begin = rows.values + (rows_apart ? row_at(row + kLots - 1) : row) * int64_t{rows.stride};
+        await_word(begin + (kFull || columns.first < p.cols ? end - 1 : 0), flag[kLots - 1]);
+      }
+      for (uint32_t polls = 0;;) {
+        uint4 bits[kLots][2];
+#pragma unroll
+        for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) bits[lot][i] = load_common_words(from[lot][i]);
+        uint32_t wrong = 0;
+#pragma unroll
+        for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint4 b = bits[lot][i];
+            wrong |= (b.x ^ flag[lot]) | (b.y ^ flag[lot]) | (b.z ^ flag[lot]) | (b.w ^ flag[lot]);
+            x.v[lot][i] = make_float4(without_flag(b.x), without_flag(b.y), without_flag(b.z), without_flag(b.w));
+          }
+        if ((wrong & 1u) == 0) break;
+        count_poll(polls);
+      }
+    } else {
+#pragma unroll
+      for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) x.v[lot][i] = __ldcg(reinterpret_cast<const float4*>(from[lot][i]));
+    }
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (!live[lot][i]) x.v[lot][i] = make_float4(0, 0, 0, 0);
+  }
+
+  // Sums of squares of groups, to sums[row][group].
+  template <int kLots>
+  __device__ __forceinline__ void put_squares(float* sums, int row, const ChunkColumns& columns, const SideBySide<kLots>& x) const {
+    float squares[2 * kLots];
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) squares[2 * lot + i] = dot(x.v[lot][i], x.v[lot][i], 0.0f);
+    const float sum = lane_sums<2 * kLots>(squares, block.lane);
+    const int mine = block.lane * (2 * kLots) / 32, group = columns.first / 128 + mine % 2;
+    if (writes && block.lane % (16 / kLots) == 0 && (kFull || (mine % 2 < columns.n_groups && columns.first + mine % 2 * 128 < p.cols)))
+      sums[row_at(row + mine / 2) * block.args.sum_groups + group] = sum;
+  }
+  // x_chunks, x_chunk: where it lies (WarpX).
+  template <int kLots>
+  __device__ __forceinline__ void write_digits(int row, int x_chunks, int x_chunk, bool rows_apart, const SideBySide<kLots>& x) const {
+    const XForm form = x_form(p.format);
+    const int bytes = group_bytes(form);
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot) {
+      if (!rows_apart && x_chunk + lot >= x_chunks) break;
+      const WarpX to(block, n_rows, bytes, x_chunks, rows_apart ? x_chunk : x_chunk + lot);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int index = i * n_rows + (rows_apart ? row_at(row + lot) : row);
+        write_group(form, needs_x_sums(p.format), p.x_scale, x.v[lot][i], block.lane, to.codes + index * bytes, to.scales + index,
+                    to.sums + index * 4);
+      }
+    }
+  }
+
+  // What an AddNorm adds to the residual: the values times its factor and weight.
+  template <int kLots>
+  __device__ __forceinline__ void add_values(SideBySide<kLots>& x, const float (&factor)[kLots], const float4 (&add_weight)[2],
+                                             const SideBySide<kLots>& residual) const {
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 term = p.add_norm ? times(times(x.v[lot][i], factor[lot]), add_weight[i]) : x.v[lot][i];
+        x.v[lot][i] = times(plus(residual.v[lot][i], term), p.add_scale);
+      }
+  }
+  template <int kLots>
+  __device__ __forceinline__ void keep_residuals(int row, const ChunkColumns& columns, const SideBySide<kLots>& x) const {
+    if (!writes || (p.add.values == nullptr && p.residual_in == nullptr)) return;
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (is_live(columns, i)) *reinterpret_cast<float4*>(own_residual(row_at(row + lot), lane_column(columns, i))) = x.v[lot][i];
+  }
+  template <int kLots>
+  __device__ __forceinline__ void load_residuals(int row, const ChunkColumns& columns, bool updated, SideBySide<kLots>& x) const {
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        x.v[lot][i] = is_live(columns, i) ? load_residual(row_at(row + lot), lane_column(columns, i), updated) : make_float4(0, 0, 0, 0);
+  }
+  template <int kLots>
+  __device__ __forceinline__ void apply_weight(const float4 (&weight)[2], SideBySide<kLots>& x) const {
+    if (!p.has_norm) return;
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) x.v[lot][i] = times(x.v[lot][i], weight[i]);
+  }
+  __device__ __forceinline__ float add_factor(int row) const {
+    return p.add_norm ? norm_factor_of(block.add_sums + row * block.args.sum_groups, p.n_groups, p.inverse_cols, p.add_eps) : 1.0f;
+  }
+
+  // x of one chunk, when a phase first meets it, or once more for another batch of units (again).
+  __device__ __forceinline__ void prepare(int chunk, bool again) const {
+    if (!has_tile) return;
+    const ChunkColumns columns(p, chunk, k, kFull);
+    float4 weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) weight[i] = load_vector(p.has_norm ? p.norm_weight : nullptr, columns, i, 1);
+    __syncwarp();                  // nobody reads the last chunk any more
+#pragma unroll 1
+    for (int row = 0; row < n_rows; row += kSide) {
+      SideBySide<kSide> x;
+      if (p.residual) load_residuals(row, columns, again, x);
+      else load_lots(p.x, row, chunk, true, x);
+      if (!again) {
+        if (p.has_norm) put_squares(block.norm_sums, row, columns, x);
+        if (p.residual) keep_residuals(row, columns, x);
+      }
+      apply_weight(weight, x);
+      write_digits(row, 1, 0, true, x);
     }
     __syncwarp();
   }
-  // The block's own copy, so that later phases need not ask where the residual began.
-  __device__ __forceinline__ void keep_residual(int row, int col, float4 x) const {
-    if (writes && col < p.cols && (p.add.values != nullptr || p.residual_in != nullptr))
-      *reinterpret_cast<float4*>(own_residual(row, col)) = x;
+  // x of all chunks. Sums of squares are not needed: nothing with a norm has so many columns.
+  __device__ __forceinline__ void prepare_all() const {
+    if (!has_tile) return;
+    __syncwarp();
+#pragma unroll 1
+    for (int row = 0; row < n_rows; ++row)
+#pragma unroll 1
+      for (int chunk = 0; chunk < p.n_chunks; chunk += 4) {
+        SideBySide<4> x;
+        load_lots(p.x, row, chunk, false, x);
+        write_digits(row, p.n_chunks, chunk, false, x);
+      }
+    __syncwarp();
   }
 
-  // x of all chunks that an AddNorm changes: its sums, a barrier, then the new residual. Digits are those of the only
-  // chunk, or are prepared from the residual later.
+  // One row of one chunk, which an AddNorm changes: all but its values is loaded before they are there.
+  __device__ __forceinline__ void add_to_residual_row() const {
+    if (!has_tile) {
+      block.barrier();
+      return;
+    }
+    const ChunkColumns columns(p, 0, k, kFull);
+    const float* norm_weight = p.has_norm ? p.norm_weight : nullptr;
+    const float4 weight[2] = {load_vector(norm_weight, columns, 0, 1), load_vector(norm_weight, columns, 1, 1)};
+    const float4 add_weight[2] = {load_vector(p.add_weight, columns, 0, 0), load_vector(p.add_weight, columns, 1, 0)};
+    SideBySide<1> x, residual;
+    load_residuals(0, columns, false, residual);
+    load_lots(p.add, 0, 0, true, x);
+    if (p.add_norm) put_squares(block.add_sums, 0, columns, x);
+    block.barrier();
+    const float factor[1] = {add_factor(0)};
+    add_values(x, factor, add_weight, residual);
+    keep_residuals(0, columns, x);
+    if (p.has_norm) put_squares(block.norm_sums, 0, columns, x);
+    apply_weight(weight, x);
+    write_digits(0, 1, 0, true, x);
+    __syncwarp();
+  }
+  // Likewise, all rows and chunks. Digits are those of the only chunk, or are prepared from the residual later.
   __device__ __forceinline__ void add_to_residual() const {
-    const bool one_chunk = direct();
-    TwoGroups kept = {};
-    float4 residual[2] = {}, weight[2] = {}, add_weight[2] = {};
-    const auto load_constants = [&](const ChunkColumns& columns) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int col = columns.first + i * 128 + block.lane * 4;
-        const bool live = i < columns.n_groups && col < p.cols;
-        weight[i] = live && p.has_norm ? load_weight4(p.norm_weight, col) : make_float4(1, 1, 1, 1);
-        add_weight[i] = live ? load_weight4(p.add_weight, col) : make_float4(0, 0, 0, 0);
-        residual[i] = live ? load_residual(0, col, false) : make_float4(0, 0, 0, 0);
-      }
-    };
-    if (has_tile) {
-      if (one_chunk) load_constants(ChunkColumns(p, 0, k));
+    const bool straight = direct();
+    if (has_tile && p.add_norm) {
 #pragma unroll 1
-      for (int row = n_rows - 1; row >= 0; --row) {        // row 0 last: it stays in registers
+      for (int row = 0; row < n_rows; row += kSide) {
 #pragma unroll 1
         for (int chunk = 0; chunk < p.n_chunks; ++chunk) {
-          const ChunkColumns columns(p, chunk, k);
-          kept = load_columns(p.add, row, columns);
-          if (p.add_norm) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-              if (i < columns.n_groups)
-                put_sum(block.add_sums, row, columns.first / 128 + i, group_squares(kept.v[i]));
-          }
+          SideBySide<kSide> x;
+          load_lots(p.add, row, chunk, true, x);
+          put_squares(block.add_sums, row, ChunkColumns(p, chunk, k, kFull), x);
         }
       }
     }
     block.barrier();
     if (!has_tile) return;
-    if (one_chunk) __syncwarp();
 #pragma unroll 1
-    for (int row = 0; row < n_rows; ++row) {
-      const float factor = p.add_norm ? norm_factor_of(block.add_sums + row * block.args.sum_groups, n_groups, inverse_cols, p.add_eps) : 1.0f;
+    for (int row = 0; row < n_rows; row += kSide) {
+      float factor[kSide];
+#pragma unroll
+      for (int lot = 0; lot < kSide; ++lot) factor[lot] = add_factor(row_at(row + lot));
 #pragma unroll 1
       for (int chunk = 0; chunk < p.n_chunks; ++chunk) {
-        const ChunkColumns columns(p, chunk, k);
-        if (!one_chunk) load_constants(columns);
-        const bool load = row > 0 || !one_chunk;
-        if (load) kept = load_columns(p.add, row, columns);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (i >= columns.n_groups) break;
-          const int col = columns.first + i * 128 + block.lane * 4, group = col / 128;
-          if (load && col < p.cols) residual[i] = load_residual(row, col, false);
-          const float4 added = p.add_norm ? times(times(kept.v[i], factor), add_weight[i]) : kept.v[i];
-          const float4 x = times(plus(residual[i], added), p.add_scale);
-          keep_residual(row, col, x);
-          if (p.has_norm) put_sum(block.norm_sums, row, group, group_squares(x));
-          if (one_chunk) write_digits(i, row, p.has_norm ? times(x, weight[i]) : x);
-        }
+        const ChunkColumns columns(p, chunk, k, kFull);
+        SideBySide<kSide> x, residual;
+        load_residuals(row, columns, false, residual);
+        load_lots(p.add, row, chunk, true, x);
+        const float4 add_weight[2] = {load_vector(p.add_weight, columns, 0, 0), load_vector(p.add_weight, columns, 1, 0)};
+        add_values(x, factor, add_weight, residual);
+        keep_residuals(row, columns, x);
+        if (p.has_norm) put_squares(block.norm_sums, row, columns, x);
+        if (!straight) continue;
+        const float* norm_weight = p.has_norm ? p.norm_weight : nullptr;
+        const float4 weight[2] = {load_vector(norm_weight, columns, 0, 1), load_vector(norm_weight, columns, 1, 1)};
+        apply_weight(weight, x);
+        write_digits(row, 1, 0, true, x);
       }
     }
     __syncwarp();
   }
-
   // ---- y ----
   __device__ __forceinline__ float sum_of(const float* from) const {
     const int stride = p.row_warps * n_rows * kTileRows, k_warps = p.k_warps;
@@ -355,14 +519,21 @@ struct LinearBlock {
     for (int item = block.thread; item < n_items; item += kDecodeConsumers) {
       const int out = item & ((1 << bits) - 1), rest = item >> bits;
       int tile = rest, row = 0, unit = rest, row_tile = 0;
-      if (n_rows > 1) tile = rest / n_rows, row = rest - tile * n_rows, unit = tile;
-      if (p.row_warps > 1) unit = tile / p.row_warps, row_tile = tile - unit * p.row_warps;
+      if (kRows > 1) {
+        tile = static_cast<int>(static_cast<uint32_t>(rest) * block.args.rows_inverse >> 16);
+        row = rest - tile * n_rows;
+        unit = tile;
+      }
+      if (p.row_warps > 1) {
+        unit = static_cast<int>(static_cast<uint32_t>(tile) * p.row_warps_inverse >> 16);
+        row_tile = tile - unit * p.row_warps;
+      }
       const int tile_index = first_unit * p.row_warps + tile;
       const int col = (tile_index << bits) + out;
       if (col >= p.outputs) continue;
       const float* from = partials + unit * p.stream.unit_partials * n_rows + (row_tile * n_rows + row) * kTileRows + out;
       if (p.has_norm && factor_row != row) {
-        factor = norm_factor_of(block.norm_sums + row * block.args.sum_groups, n_groups, inverse_cols, p.norm_eps);
+        factor = norm_factor_of(block.norm_sums + row * block.args.sum_groups, p.n_groups, p.inverse_cols, p.norm_eps);
         factor_row = row;
       }
       const float* scales = p.row_scales != nullptr ? p.row_scales + tile_index * kTileRows + out : nullptr;
@@ -379,7 +550,7 @@ struct LinearBlock {
           case DecodeEpilogue::kGeluTimesOther: value = quick_gelu_tanh(value) * load_row(p.other, row, col, block.flag(row)); break;
           case DecodeEpilogue::kTimesGeluOther: value *= quick_gelu_tanh(load_row(p.other, row, col, block.flag(row))); break;
           case DecodeEpilogue::kTimesSiluOther: value *= quick_silu(load_row(p.other, row, col, block.flag(row))); break;
-          case DecodeEpilogue::kSoftcap: value = p.softcap * tanhf(value / p.softcap); break;
+          case DecodeEpilogue::kSoftcap: value = p.softcap * tanhf(__fdividef(value, p.softcap)); break;
           default: break;
         }
       }
@@ -388,65 +559,95 @@ struct LinearBlock {
   }
 };
 
-// Everything of one phase but the copies. before_barrier(): what the caller wants visible to all warps afterwards.
-template <int kTiles, class Function>
-__device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier) {
+// What a phase is for this block and launch.
+struct LinearShare {
+  int first, n_units;
+  int batch;                        // units whose partial sums fit at once
+};
+__device__ __forceinline__ LinearShare linear_share(const DecodeArgs& args, const WeightStream& s) {
+  int block = block_index() + s.rotation;
+  if (block >= static_cast<int>(gridDim.x)) block -= static_cast<int>(gridDim.x);
+  const BlockUnits units = block_units(s.units_each, s.units_more, block);
+  // The division is for matrices with very many rows, as the head's.
+  const int batch = units.count * s.unit_partials <= args.partial_row_floats ? units.count : args.partial_row_floats / s.unit_partials;
+  return {units.first, units.count, max(batch, 1)};
+}
+__device__ __forceinline__ int stages_of_slot(const DecodeArgs& args, const WeightStream& s) {
+  return s.slot_stages == 2 && 2 * s.stage_bytes <= args.slot_bytes ? 2 : 1;
+}
+
+// Everything of one phase but the copies. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
+// the time, 1 when (the first) x is ready, 2 when the products are.
+template <int kRows, class Function, class Stamp>
+__device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
+                                           Stamp&& stamp) {
   // Each step with its own view of the block and the phase.
   const auto step = [&](auto&& function) {
     const DecodeBlock block(args, afresh(shared));
-    function(LinearBlock(block, *afresh(phase)));
+    function(LinearBlock<kRows, false>(block, *afresh(phase)));
   };
-  int first, n_units, batch, n_chunks, buffer;
-  bool adds, direct;
-  {
-    const LinearPhase& p = *afresh(phase);
-    const int n_blocks = static_cast<int>(gridDim.x), rotated = (static_cast<int>(blockIdx.x) + p.stream.rotation) % n_blocks;
-    first = block_unit(p.stream.n_units, rotated, n_blocks);
-    n_units = block_unit(p.stream.n_units, rotated + 1, n_blocks) - first;
-    batch = max(1, args.partial_floats / (p.stream.unit_partials * args.n_rows));
-    n_chunks = p.n_chunks;
-    adds = p.residual && p.add.values != nullptr;
-    direct = n_chunks == 1 && (p.row_warps == 1 || args.n_rows == 1);
+  const auto x_step = [&](auto&& function) {
     const DecodeBlock block(args, afresh(shared));
+    const LinearPhase& p = *afresh(phase);
+    if (p.full) function(LinearBlock<kRows, true>(block, p));
+    else function(LinearBlock<kRows, false>(block, p));
+  };
+  const int n_rows = count_rows<kRows>(args);
+  bool adds, direct = false, all = false;
+  LinearShare share;
+  int n_chunks, buffer;
+  {
+    const DecodeBlock block(args, afresh(shared));
+    const LinearBlock<kRows, false> work(block, *afresh(phase));
+    share = linear_share(args, work.p.stream);
+    n_chunks = work.p.n_chunks;
+    adds = work.p.residual && work.p.add.values != nullptr;
+    direct = adds && work.direct();
+    all = n_chunks > 1 && work.all_chunks();
     buffer = block.small->places[block.warp].buffer;
   }
   if (adds) {
-    step([](const LinearBlock& work) { work.add_to_residual(); });
+    x_step([](const auto& work) {
+      if (kRows == 1 && work.p.n_chunks == 1) work.add_to_residual_row();
+      else work.add_to_residual();
+    });
     if (!direct) DecodeBlock::barrier();           // prepare() reads it back, in other warps too
   }
+  if (all) x_step([](const auto& work) { work.prepare_all(); });
   // The residual is everybody's, so x is prepared even where there are no units.
 #pragma unroll 1
-  for (int unit = 0; unit == 0 || unit < n_units; unit += batch) {
-    const int count = min(batch, n_units - unit);
+  for (int unit = 0; unit == 0 || unit < share.n_units; unit += share.batch) {
+    const int count = min(share.batch, share.n_units - unit);
     const auto partials_of = [&](const DecodeBlock& block) {
       return reinterpret_cast<float*>(block.scratch + args.partials_at) + buffer * args.partial_floats;
     };
 #pragma unroll 1
     for (int chunk = 0; chunk < n_chunks; ++chunk) {
-      if (unit == 0 || n_chunks > 1) {
-        if (!(adds && unit == 0 && direct)) step([&](const LinearBlock& work) { work.prepare(chunk, adds || unit > 0); });
-      }
-      step([&](const LinearBlock& work) {
+      if (!all && !(direct && unit == 0) && (unit == 0 || n_chunks > 1))
+        x_step([&](const auto& work) { work.prepare(chunk, adds || unit > 0); });
+      if (unit == 0 && chunk == 0) stamp(1);
+      step([&](const LinearBlock<kRows, false>& work) {
         const LinearPhase& p = work.p;
-        const int n_stages = min(p.stream.n_stages - chunk * kChunkStages, kChunkStages);
-        const int stages_a_slot = min(p.stream.slot_stages, args.slot_bytes / p.stream.stage_bytes);
+        const int n_stages = min(p.stream.n_stages - chunk * kChunkStages, kChunkStages), stages_a_slot = stages_of_slot(args, p.stream);
         if (work.has_tile) {
           const Multiply m = {count,
                               n_stages,
                               stages_a_slot,
                               p.stream.stage_bytes,
                               p.tile_codes,
-                              p.stream.unit_partials * args.n_rows,
-                              partials_of(work.block) + (chunk * p.k_warps * p.row_warps + work.block.warp) * args.n_rows * kTileRows};
+                              p.stream.unit_partials * n_rows,
+                              all ? n_chunks : 1,
+                              all ? chunk : 0,
+                              partials_of(work.block) + (chunk * p.k_warps * p.row_warps + work.block.warp) * n_rows * kTileRows};
           WarpPlace& place = work.block.small->places[work.block.warp];
-          const RingPlace ring = multiply_format<kTiles>(p.format, args, shared, m, {place.slot, place.parity});
+          const RingPlace ring = multiply_format<kRows>(p.format, args, shared, m, {place.slot, place.parity});
           const DecodeBlock after(args, afresh(shared));
           if (after.lane == 0) after.small->places[after.warp].slot = ring.slot, after.small->places[after.warp].parity = ring.parity;
           __syncwarp();
           return;
         }
         // A warp without a tile passes over the slots, in step with the others: each slot waits for all warps.
-        const int slots = (n_stages + stages_a_slot - 1) / stages_a_slot;
+        const int slots = stages_a_slot == 2 ? (n_stages + 1) / 2 : n_stages;
         WarpPlace& place = work.block.small->places[work.block.warp];
         RingPlace ring = {place.slot, place.parity};
         for (int i = 0; i < count * slots; ++i) {
@@ -460,9 +661,10 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
         __syncwarp();
       });
     }
-    if (unit + batch >= n_units) before_barrier();
+    if (unit + share.batch >= share.n_units) before_barrier();
     DecodeBlock::barrier();
-    step([&](const LinearBlock& work) { work.finish(first + unit, count, partials_of(work.block)); });
+    stamp(2);
+    step([&](const LinearBlock<kRows, false>& work) { work.finish(share.first + unit, count, partials_of(work.block)); });
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));

@@ -14,6 +14,9 @@
 namespace beryl::cuda {
 
 inline constexpr int kDecodeRows = 8;           // rows of x for one reading of the weights
+// Shared memory of a warp's digits, sums and scales (codec.cuh) in one chunk, which has two groups of 128 columns.
+BERYL_HOST_DEVICE constexpr int x_chunk_bytes(int n_rows, int group_bytes) { return 2 * n_rows * (group_bytes + 20); }
+inline constexpr int kDecodeStamps = 4;         // times of a block in a phase: its begin, x ready, products done, its end
 inline constexpr int kDecodeFlagWords = 16;     // of DecodeArgs::flags
 
 enum class DecodeEpilogue : uint8_t {
@@ -37,12 +40,12 @@ struct PhaseRows {
 struct WeightStream {
   const uint8_t* weights;           // null: the end of the list
   int64_t unit_bytes;
-  int32_t n_units;
+  int32_t units_each, units_more;   // block_units (matvec_layout.h)
   int32_t n_stages;                 // of a unit
   int32_t stage_bytes;
   int32_t slot_stages;              // stages of one copy, 1 or 2, where a slot of the ring has room for two
   int32_t unit_partials;            // k_warps · row_warps · n_chunks · 16: floats of a unit's partial sums, a row of x
-  int32_t rotation;                 // which block has the first units: so that the same ones do not always have more
+  int32_t rotation;                 // below the number of blocks, added to a block's: so that the same ones do not always have more
 };
 
 // What a phase's x is: rows, or the residual stream, after it took the result of an earlier phase.
@@ -64,6 +67,10 @@ struct LinearPhase {
   int32_t cols;
   int32_t outputs;                  // columns of y
   int32_t tile_codes;               // bytes of a stage's codes
+  int32_t tile_columns;
+  int32_t n_groups;                 // of 128 columns
+  float inverse_cols;
+  uint32_t row_warps_inverse;       // i · this >> 16 is i / row_warps, for i below 4096
   int16_t k_warps, row_warps;
   int16_t n_chunks;
   float x_scale;                    // what the scales of x are multiplied by (codec.cuh: kXScale)
@@ -72,6 +79,7 @@ struct LinearPhase {
   bool gated;
   bool residual;
   bool add_norm;                    // false: a plain sum
+  bool full;                        // each warp has 256 columns in each chunk, and no other warp has the same
   bool has_norm;
 };
 
@@ -115,6 +123,7 @@ struct DecodeArgs {
   const DecodePhase* phases;        // ends with kEnd
   const WeightStream* streams;      // of the linear phases, in order; ends with null weights
   int32_t n_rows;
+  uint32_t rows_inverse;            // i · this >> 16 is i / n_rows, for i below 4096
   const int32_t* positions;         // [n_rows]
   const int32_t* sequences;
   float* residual;                  // [blocks][kDecodeRows][residual_cols]: each block's own copy
@@ -124,13 +133,17 @@ struct DecodeArgs {
   float2* partial_states;           // [n_rows][heads][kMaxDecodeUnits][16], likewise
   uint32_t* flags;                  // [kDecodeRows]: launches that wrote the row so far; then the count of finished blocks
 
+  uint64_t* timeline;               // [phases][blocks][kDecodeStamps] cycles of the block's multiprocessor, or null
+
   // Cut of shared memory, in bytes.
   int32_t slot_bytes, n_slots;
   int32_t x_bytes;                  // of one warp
   int32_t partials_at;              // from the scratch's begin
-  int32_t partial_floats;           // of one of the two buffers
-  int32_t scratch_bytes;
-  int32_t sum_groups;               // groups of 128 columns of the widest normed row
+  int32_t partial_floats;           // of one of the two buffers,
+  int32_t partial_row_floats;       // and a row's share of it
+  int32_t scratch_at, small_at;     // from the shared memory's begin
+  int32_t sum_groups;               // groups of 128 columns of the widest normed row, a multiple of 4
+  int32_t row_sums;                 // n_rows · sum_groups
 };
 
 }  // namespace beryl::cuda

@@ -64,7 +64,9 @@ class Planner {
       needs.stage_bytes = std::max(needs.stage_bytes, piece.plan.stage_bytes);
       needs.slot_bytes = std::max(needs.slot_bytes, stages * piece.plan.stage_bytes);
       needs.unit_partials = std::max(needs.unit_partials, piece.plan.stage_tiles() * piece.plan.n_chunks() * kTileRows);
-      if (tile.columns == 64 || piece.plan.format == Format::kFp8) needs.group_bytes = 512;
+      const int group_bytes = tile.columns == 64 || piece.plan.format == Format::kFp8 ? 512 : 256;
+      needs.group_bytes = std::max(needs.group_bytes, group_bytes);
+      needs.x_all_bytes = std::max(needs.x_all_bytes, piece.plan.n_chunks() * x_chunk_bytes(1, group_bytes));
     }
     needs.sum_groups = std::max<int>(needs.sum_groups, static_cast<int>((program_.matrix(linear.weight).cols() + 127) / 128));
   }

@@ -217,6 +217,7 @@ TEST_F(PlanTest, SharedMemoryIsEnoughForWhatIsCut) {
           needs.stage_bytes = 15872;
           needs.slot_bytes = 2 * 15872;
           needs.group_bytes = x;
+          needs.x_all_bytes = 4 * x_chunk_bytes(1, x);
           needs.unit_partials = units;
           needs.attention_bytes = attention;
           needs.attention_row_bytes = 2048;

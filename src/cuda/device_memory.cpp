@@ -299,7 +299,10 @@ class LayoutBuilder {
     layout_.decode_phases = add(MemoryKind::kInputs, "decode phases", plan.n_phases() * static_cast<int64_t>(sizeof(DecodePhase)));
     layout_.decode_streams = add(MemoryKind::kInputs, "decode streams", plan.n_phases() * static_cast<int64_t>(sizeof(WeightStream)));
     layout_.decode_flags = add(MemoryKind::kActivations, "decode flags", lists * kDecodeFlagWords * 4);
+    size_t longest = 0;
+    for (const DecodeSegment& segment : plan.segments) longest = std::max(longest, segment.phases.size());
     const auto scratch = [&](const char* label, int64_t bytes) { return bytes > 0 ? add(MemoryKind::kActivations, label, bytes) : -1; };
+    layout_.decode_timeline = scratch("decode timeline", static_cast<int64_t>(longest) * device_.matvec.n_sms * kDecodeStamps * 8);
     layout_.decode_exchange = scratch("exchange rows", rows * plan.exchange_floats * 4);
     layout_.decode_residual = scratch("residual copies", int64_t{device_.matvec.n_sms} * kDecodeRows * plan.residual_cols * 4);
     layout_.decode_partials = scratch("attention units", rows * plan.partial_floats * 4);

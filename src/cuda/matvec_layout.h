@@ -147,9 +147,14 @@ struct MatvecDevice {
 // The device's numbers; throws Error(kDevice).
 MatvecDevice matvec_device();
 
-// Units of block `block`: [block_unit(block), block_unit(block + 1)).
-BERYL_HOST_DEVICE inline int block_unit(int n_units, int block, int n_blocks) {
-  return static_cast<int>(static_cast<int64_t>(n_units) * block / n_blocks);
+// The units of one block: `each` = n_units / n_blocks for all, and one more for the first `more` = n_units % n_blocks. Divided on
+// the host: in a kernel it would cost more than the rest of the bookkeeping.
+struct BlockUnits {
+  int first;
+  int count;
+};
+BERYL_HOST_DEVICE inline BlockUnits block_units(int each, int more, int block) {
+  return {block * each + (block < more ? block : more), each + (block < more ? 1 : 0)};
 }
 
 }  // namespace beryl::cuda

@@ -136,13 +136,15 @@ TEST(MatvecLayoutTest, PlansAreAlignedAndWasteLittle) {
 TEST(MatvecLayoutTest, BlocksShareUnitsEvenly) {
   for (const int n_units : {1, 5, 131, 132, 133, 512, 1920}) {
     for (const int n_blocks : {1, 5, 132}) {
-      EXPECT_EQ(block_unit(n_units, 0, n_blocks), 0);
-      EXPECT_EQ(block_unit(n_units, n_blocks, n_blocks), n_units);
+      int next = 0;
       for (int b = 0; b < n_blocks; ++b) {
-        const int count = block_unit(n_units, b + 1, n_blocks) - block_unit(n_units, b, n_blocks);
-        EXPECT_GE(count, n_units / n_blocks);
-        EXPECT_LE(count, (n_units + n_blocks - 1) / n_blocks);
+        const BlockUnits units = block_units(n_units / n_blocks, n_units % n_blocks, b);
+        EXPECT_EQ(units.first, next);
+        EXPECT_GE(units.count, n_units / n_blocks);
+        EXPECT_LE(units.count, (n_units + n_blocks - 1) / n_blocks);
+        next += units.count;
       }
+      EXPECT_EQ(next, n_units);
     }
   }
 }

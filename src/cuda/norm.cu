@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) norm_rows_kernel(NormRowsArgs args) 
 constexpr int kMaxSums = 1024;      // groups of 128 columns of one norm
 
 __global__ void __launch_bounds__(kThreads) add_norm_kernel(AddNormArgs args) {
-  __shared__ float sums[kMaxSums];
+  __shared__ __align__(16) float sums[kMaxSums];
   grid_wait();
   const int64_t row = blockIdx.y, first = blockIdx.x * args.group;
   const float* y = args.y.values + row * args.y.stride + first;

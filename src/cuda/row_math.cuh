@@ -32,12 +32,23 @@ __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
 
 // The sum of squares of a group of 128 columns, in every lane of the warp; a lane has 4 neighbouring columns.
 __device__ __forceinline__ float group_squares(float4 x) { return lane_sum(dot(x, x, 0.0f)); }
-// 1 / sqrt(mean of squares + eps) from the groups' sums, left to right.
+// 1 / sqrt(mean of squares + eps) from the groups' sums, which stand at a multiple of 16 bytes: every fourth group to one sum, then
+// those four.
 __device__ __forceinline__ float norm_factor_of(const float* sums, int n_groups, float inverse_cols, float eps) {
-  float sum = 0;
-#pragma unroll 8
-  for (int group = 0; group < n_groups; ++group) sum = __fadd_rn(sum, sums[group]);
-  return rsqrtf(__fmaf_rn(sum, inverse_cols, eps));
+  float parts[4] = {};
+  const int whole = n_groups & ~3;
+#pragma unroll 4
+  for (int group = 0; group < whole; group += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(sums + group);
+    parts[0] = __fadd_rn(parts[0], four.x);
+    parts[1] = __fadd_rn(parts[1], four.y);
+    parts[2] = __fadd_rn(parts[2], four.z);
+    parts[3] = __fadd_rn(parts[3], four.w);
+  }
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    if (whole + i < n_groups) parts[i] = __fadd_rn(parts[i], sums[whole + i]);
+  return rsqrtf(__fmaf_rn(__fadd_rn(__fadd_rn(parts[0], parts[1]), __fadd_rn(parts[2], parts[3])), inverse_cols, eps));
 }
 
 // ---- activations and results ----

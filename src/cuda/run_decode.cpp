@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cuda/cuda_executor.h"
+#include "cuda/index_math.h"
 
 namespace beryl::cuda {
 
@@ -27,14 +28,16 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   const MatvecPlan& plan = piece.plan;
   const auto* weights = buffers_.as<uint8_t>(piece.buffer);
   LinearPhase phase = {};
+  const int n_blocks = device_.matvec.n_sms;
   phase.stream = {weights,
                   plan.unit_bytes,
-                  plan.n_units,
+                  plan.n_units / n_blocks,
+                  plan.n_units % n_blocks,
                   plan.n_stages,
                   plan.stage_bytes,
                   slot_stages(plan.format),
                   plan.stage_tiles() * plan.n_chunks() * kTileRows,
-                  index};
+                  index % n_blocks};
   phase.row_scales = plan.scales_offset != 0 ? reinterpret_cast<const float*>(weights + plan.scales_offset) : nullptr;
   phase.x = phase_rows(planned.x, 0);
   phase.y = phase_rows(planned.y, piece.row_begin);
@@ -64,6 +67,11 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   phase.cols = static_cast<int32_t>(plan.cols);
   phase.outputs = static_cast<int32_t>(plan.outputs());
   phase.tile_codes = plan.stage_tiles() * tile_shape(plan.format).code_bytes;
+  phase.tile_columns = tile_shape(plan.format).columns;
+  phase.n_groups = static_cast<int32_t>((plan.cols + 127) / 128);
+  phase.inverse_cols = 1.0f / static_cast<float>(plan.cols);
+  phase.full = plan.row_warps == 1 && tile_shape(plan.format).columns == 128 && plan.cols == int64_t{256} * plan.k_warps * plan.n_chunks();
+  phase.row_warps_inverse = static_cast<uint32_t>((65536 + plan.row_warps - 1) / plan.row_warps);
   phase.k_warps = static_cast<int16_t>(plan.k_warps);
   phase.row_warps = static_cast<int16_t>(plan.row_warps);
   phase.n_chunks = static_cast<int16_t>(plan.n_chunks());
@@ -186,6 +194,7 @@ bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& li
   args.partial_sums = buffers_.as<float>(layout_.decode_partials);
   args.partial_states = buffers_.as<float2>(layout_.decode_states);
   args.flags = buffers_.as<uint32_t>(layout_.decode_flags) + int64_t{list.index} * kDecodeFlagWords;
+  if (takes_times_ && segment.phases.size() > 1) args.timeline = buffers_.as<uint64_t>(layout_.decode_timeline);
   launch_decode(context_, args, cut, device_.matvec.n_sms);
   return true;
 }
@@ -194,6 +203,76 @@ bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& li
 int64_t CudaExecutor::list_rows(const DecodeSegment& segment) const {
   const PlannedPhase& first = segment.phases.front();
   return first.residual || !first.x.rows.present() ? n_tokens_ : n_rows(first.x.rows);
+}
+
+std::vector<StepPart> CudaExecutor::time_step(size_t end) {
+  check(cudaSetDevice(device_.device), "choosing the GPU");
+  close_page();
+  end = std::min(end, program_.ops.size());
+  bucket_position_ = bucket_position(last_position_);
+  const Event before = make_clock_event(), after = make_clock_event();
+  std::vector<StepPart> parts;
+  const auto timed = [&](auto&& launch) {
+    check(cudaEventRecord(before.get(), stream_.get()), "taking the time");
+    launch();
+    check(cudaEventRecord(after.get(), stream_.get()), "taking the time");
+    synchronize();
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, before.get(), after.get()), "taking the time");
+    return double{milliseconds} * 1e3;
+  };
+  takes_times_ = true;
+  const std::vector<DecodeSegment>& segments = layout_.decode.segments;
+  for (size_t op = 0, next = 0; op < end;) {
+    while (next < segments.size() && segments[next].begin < static_cast<int>(op)) ++next;
+    if (next < segments.size() && segments[next].begin == static_cast<int>(op) && segments[next].end <= static_cast<int>(end)) {
+      bool runs = false;
+      const double microseconds = timed([&] { runs = run_decode(segments[next], decode_segments_[next]); });
+      if (runs) {
+        add_decode_parts(segments[next], microseconds, parts);
+        op = static_cast<size_t>(segments[next].end);
+        continue;
+      }
+    }
+    parts.push_back({op, op + 1, timed([&] { std::visit([this](const auto& one) { execute(one); }, program_.ops[op]); }), 0});
+    ++op;
+  }
+  takes_times_ = false;
+  return parts;
+}
+
+// Cycles become microseconds by the time of the whole launch, so that the parts sum to it.
+void CudaExecutor::add_decode_parts(const DecodeSegment& segment, double microseconds, std::vector<StepPart>& parts) const {
+  const size_t n_phases = segment.phases.size(), n_blocks = static_cast<size_t>(device_.matvec.n_sms);
+  if (n_phases < 2) {
+    parts.push_back({static_cast<size_t>(segment.begin), static_cast<size_t>(segment.end), microseconds, 0});
+    return;
+  }
+  std::vector<uint64_t> stamps(n_phases * n_blocks * kDecodeStamps);
+  check(cudaMemcpy(stamps.data(), buffers_.as<uint64_t>(layout_.decode_timeline), stamps.size() * 8, cudaMemcpyDeviceToHost), "reading times");
+  const auto at = [&](size_t phase, size_t block, int stamp) { return stamps[(phase * n_blocks + block) * kDecodeStamps + static_cast<size_t>(stamp)]; };
+  double total = 0;
+  for (size_t block = 0; block < n_blocks; ++block) total += static_cast<double>(at(n_phases - 1, block, 3) - at(0, block, 0));
+  size_t op = static_cast<size_t>(segment.begin);
+  for (size_t phase = 0; phase < n_phases; ++phase) {
+    double cycles = 0, preparing = 0;
+    for (size_t block = 0; block < n_blocks; ++block) {
+      const uint64_t end = phase + 1 < n_phases ? at(phase + 1, block, 0) : at(phase, block, 3);
+      cycles += static_cast<double>(end - at(phase, block, 0));
+      if (segment.phases[phase].kind == PhaseKind::kLinear) preparing += static_cast<double>(at(phase, block, 1) - at(phase, block, 0));
+    }
+    const auto end = static_cast<size_t>(segment.phases[phase].op) + 1;
+    const StepPart part = {op, end, cycles / total * microseconds, preparing / total * microseconds};
+    // The pieces of one matrix are one part.
+    if (!parts.empty() && parts.back().op_end == end) {
+      parts.back().microseconds += part.microseconds;
+      parts.back().preparing += part.preparing;
+    } else {
+      parts.push_back(part);
+    }
+    op = end;
+  }
+  parts.back().op_end = static_cast<size_t>(segment.end);
 }
 
 }  // namespace beryl::cuda

@@ -129,10 +129,10 @@ BenchResult BenchRunner::run(const BenchCase& what, int n_repetitions) {
 }
 
 StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, CacheType cache_type, int n_repetitions) {
-  constexpr int kChunk = 512;
+  constexpr int kChunk = 512, kSteps = 32;
   const size_t n_ops = program.ops.size() - 1;   // without Advance, which would move the sequence on
   RunLimits run;
-  run.context = depth + 1;
+  run.context = depth + 1 + kSteps;
   run.chunk_tokens = kChunk;
   run.cache_type = cache_type;
   Stepper stepper(program, run, backend);
@@ -144,26 +144,73 @@ StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, Cac
   Executor& executor = stepper.executor();
 
   std::vector<std::vector<double>> op_times(n_ops);
-  std::vector<double> step_times;
+  std::vector<std::vector<StepPart>> parts;
   for (int repetition = -1; repetition < n_repetitions; ++repetition) {
-    executor.synchronize();
-    const auto step_start = Clock::now();
-    executor.run({0, n_ops});
-    executor.synchronize();
-    if (repetition >= 0) step_times.push_back(seconds_since(step_start));
     for (size_t op = 0; op < n_ops; ++op) {
+      executor.synchronize();
       const auto start = Clock::now();
       executor.run({op, op + 1});
       executor.synchronize();
       if (repetition >= 0) op_times[op].push_back(seconds_since(start));
     }
+    std::vector<StepPart> timed = executor.time_step(n_ops);
+    if (repetition >= 0) parts.push_back(std::move(timed));
   }
+  // Whole steps feed themselves; the first two are for what a backend keeps of a step's shape.
   StepTiming timing;
-  timing.step_microseconds = median(step_times) * 1e6;
-  for (size_t op = 0; op < n_ops; ++op)
-    timing.ops.push_back({op, median(op_times[op]) * 1e6,
-                          bytes_moved(program.ops[op], program, {1, 1, depth}, executor.cache_element_bytes())});
+  for (int step = 0; step < 2; ++step) executor.run();
+  executor.synchronize();
+  const auto start = Clock::now();
+  for (int step = 2; step < kSteps; ++step) executor.run();
+  executor.synchronize();
+  timing.step_microseconds = seconds_since(start) * 1e6 / (kSteps - 2);
+  const auto bytes_of = [&](size_t op) {
+    return bytes_moved(program.ops[op], program, {1, 1, depth}, executor.cache_element_bytes());
+  };
+  for (size_t op = 0; op < n_ops; ++op) timing.ops.push_back({op, median(op_times[op]) * 1e6, bytes_of(op)});
+  for (size_t i = 0; i < parts.front().size(); ++i) {
+    std::vector<double> all, preparing;
+    for (const std::vector<StepPart>& run_parts : parts) {
+      all.push_back(run_parts[i].microseconds);
+      preparing.push_back(run_parts[i].preparing);
+    }
+    PartTiming part = {parts.front()[i], 0};
+    part.part.microseconds = median(all);
+    part.part.preparing = median(preparing);
+    for (size_t op = part.part.op_begin; op < part.part.op_end; ++op) part.bytes += bytes_of(op);
+    timing.parts.push_back(part);
+  }
   return timing;
+}
+
+std::vector<LedgerLine> step_ledger(const Program& program, const StepTiming& timing) {
+  std::vector<LedgerLine> lines = {{"weights", 0}, {"preparing and waiting", 0}, {"attention", 0}, {"norms", 0},
+                                   {"head", 0},    {"sampler", 0},               {"other", 0},     {"gaps", 0}};
+  const auto line = [&](std::string_view what) -> double& {
+    return std::find_if(lines.begin(), lines.end(), [&](const LedgerLine& each) { return each.what == what; })->microseconds;
+  };
+  double sum = 0;
+  for (const PartTiming& timed : timing.parts) {
+    const StepPart& part = timed.part;
+    sum += part.microseconds;
+    // The op that names a part is its last: what comes before it prepares its input.
+    const Op& op = program.ops[part.op_end - 1];
+    if (const auto* linear = std::get_if<Linear>(&op)) {
+      const bool head = program.rows[static_cast<size_t>(linear->y.slot)].kind == RowsKind::kLogits;
+      line("preparing and waiting") += part.preparing;
+      line(head ? "head" : "weights") += part.microseconds - part.preparing;
+    } else if (std::holds_alternative<Attention>(op) || std::holds_alternative<QkvFinish>(op)) {
+      line("attention") += part.microseconds;
+    } else if (std::holds_alternative<AddNorm>(op)) {
+      line("norms") += part.microseconds;
+    } else if (std::holds_alternative<Sample>(op)) {
+      line("sampler") += part.microseconds;
+    } else {
+      line("other") += part.microseconds;
+    }
+  }
+  line("gaps") = timing.step_microseconds - sum;
+  return lines;
 }
 
 }  // namespace beryl

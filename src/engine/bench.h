@@ -62,10 +62,24 @@ struct OpTiming {
   int64_t bytes = 0;             // must-move bytes
 };
 
+// A part of a step as the backend runs it (StepPart), median of all repetitions.
+struct PartTiming {
+  StepPart part;
+  int64_t bytes = 0;             // must-move bytes of its ops
+};
+
 struct StepTiming {
   std::vector<OpTiming> ops;
-  double step_microseconds = 0;  // median of whole steps, run as one
+  std::vector<PartTiming> parts; // empty: the backend cannot tell
+  double step_microseconds = 0;  // of whole steps, one after the other
 };
+
+// Where a step's time goes; the lines sum to the step.
+struct LedgerLine {
+  std::string what;              // "weights", "preparing and waiting", "attention", "norms", "head", "sampler", "other", "gaps"
+  double microseconds = 0;
+};
+std::vector<LedgerLine> step_ledger(const Program& program, const StepTiming& timing);
 
 // A decode step of one row at this depth.
 StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, CacheType cache_type, int n_repetitions);

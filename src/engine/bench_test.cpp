@@ -3,6 +3,7 @@
 // How:  a golden model on the reference backend, behind an executor that notes what it is given.
 #include "engine/bench.h"
 
+#include <map>
 #include <algorithm>
 
 #include "engine/golden_engine.h"
@@ -101,6 +102,33 @@ TEST(BenchResultTest, SpeedsMeansAndDeviations) {
   EXPECT_DOUBLE_EQ(median({1, 3}), 2);
   EXPECT_DOUBLE_EQ(standard_deviation({2, 4, 6}), 2);
   EXPECT_EQ(standard_deviation({5}), 0);
+}
+
+TEST(StepLedgerTest, LinesSumToTheStepAndTellWhatIsWhat) {
+  Program program;
+  program.rows = {{"residual", 4}, {"logits", 8, RowsKind::kLogits, RowCount::kOutputs}};
+  const Rows residual{0, 0, 4}, logits{1, 0, 8};
+  Linear inner, head;
+  inner.y = residual;
+  head.y = logits;
+  program.ops = {Embed{{}, residual, 1}, inner, QkvFinish{}, Attention{}, AddNorm{}, inner, GatherRows{}, head, Sample{}, Advance{}};
+  StepTiming timing;
+  timing.step_microseconds = 100;
+  timing.parts = {{{0, 1, 2, 0}, 0}, {{1, 2, 20, 5}, 0}, {{2, 4, 10, 0}, 0}, {{4, 6, 30, 8}, 0}, {{6, 8, 25, 1}, 0}, {{8, 9, 3, 0}, 0}};
+  double sum = 0;
+  std::map<std::string, double> lines;
+  for (const LedgerLine& line : step_ledger(program, timing)) {
+    sum += line.microseconds;
+    lines[line.what] = line.microseconds;
+  }
+  EXPECT_DOUBLE_EQ(sum, 100);
+  EXPECT_DOUBLE_EQ(lines["weights"], 15 + 22);
+  EXPECT_DOUBLE_EQ(lines["preparing and waiting"], 5 + 8 + 1);
+  EXPECT_DOUBLE_EQ(lines["attention"], 10);
+  EXPECT_DOUBLE_EQ(lines["head"], 24);
+  EXPECT_DOUBLE_EQ(lines["sampler"], 3);
+  EXPECT_DOUBLE_EQ(lines["other"], 2);
+  EXPECT_DOUBLE_EQ(lines["gaps"], 10);
 }
 
 }  // namespace

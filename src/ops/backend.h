@@ -43,6 +43,14 @@ struct OpRange {
 
 enum class CachePart : uint8_t { kKeys, kValues };
 
+// A piece of a step as the backend really runs it: neighbouring ops that it does not run apart.
+struct StepPart {
+  size_t op_begin = 0;
+  size_t op_end = 0;
+  double microseconds = 0;
+  double preparing = 0;             // of these: until the inputs were there and ready, waiting included; 0: not known
+};
+
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -56,6 +64,13 @@ class Executor {
   virtual void synchronize() = 0;
   // Of the last run, [n_outputs]; waits for the device.
   virtual std::vector<Sampled> samples() = 0;
+
+  // Runs ops [0, end) of the current input as run() does, with clocks, and waits. Parts in order, all ops in one of them; empty: the
+  // backend cannot tell.
+  virtual std::vector<StepPart> time_step(size_t end) {
+    (void)end;
+    return {};
+  }
 
   // For traces, tests and tools; each waits for the device. Values are converted to and from f32.
   virtual void read_rows(int slot, int64_t row_begin, int64_t n_rows, float* out) = 0;          // [n_rows][cols]
@@ -82,6 +97,8 @@ class Backend {
   virtual std::string_view name() const = 0;
   // As its maker calls it; empty: a host backend.
   virtual std::string device_name() const { return {}; }
+  // Bytes a second of a plain read of device memory, measured now; 0: the backend does not measure it.
+  virtual double read_ceiling() { return 0; }
   // As it is now. Host backends have none: theirs is the machine's, which lends more than it has.
   virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
   // What these allocations take of that memory, rounding included.
