@@ -19,6 +19,7 @@
 #include "cpu/linear.h"
 #include "cpu/packed_matrix.h"
 #include "cpu/parallel.h"
+#include "cpu/read_speed.h"
 #include "cpu/simd.h"
 #include "ops/host_executor.h"
 
@@ -647,6 +648,13 @@ class CpuBackend final : public Backend {
   std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
     check_shapes(program);
     return std::make_unique<CpuExecutor>(program, limits, pool_, precision_);
+  }
+  double read_ceiling() override {
+    constexpr int64_t kBytes = 512 << 20;
+    constexpr int kPasses = 5;
+    std::vector<double> speeds = measure_read_speed(pool_->n_threads(), kBytes, kPasses);
+    std::nth_element(speeds.begin(), speeds.begin() + kPasses / 2, speeds.end());
+    return speeds[kPasses / 2];
   }
 
  private:
