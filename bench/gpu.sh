@@ -12,7 +12,7 @@
 # table of the steps and the speeds. Exit status: how many steps failed.
 set -u
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-programs="beryl cuda_test cuda_model_test batch_bench"
+programs="beryl cuda_test cuda_model_test batch_bench prefill_bench"
 
 if [ "${1:-}" = --pack ]; then
   build=${2:?the build folder} folder=${3:?the folder to fill}
@@ -22,7 +22,7 @@ if [ "${1:-}" = --pack ]; then
     cp "$build/$program" "$folder/" && strip "$folder/$program"
   done
   # All but what every machine has, and the driver's own.
-  ldd "$folder"/{beryl,cuda_test,cuda_model_test,batch_bench} | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u |
+  ldd "$folder"/{beryl,cuda_test,cuda_model_test,batch_bench,prefill_bench} | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u |
     grep -Ev '/(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|libcuda)\.so' | xargs -r cp -Lt "$folder/lib"
   du -sh "$folder"
   exit 0
@@ -154,6 +154,8 @@ if wants ops; then
   step "ops of a step" 30 "$gpu-ops.md" "$build/beryl" bench --synthetic "$model" --device cuda -d 4096 -r 5 --ops
   step "products of many rows, checked" 40 "$gpu-batch-check.txt" "$build/batch_bench" check
   step "products of many rows" 40 "$gpu-batch.txt" "$build/batch_bench" chain fp4_g128
+  step "products of prompts, checked" 30 "$gpu-prefill-check.txt" "$build/prefill_bench" check
+  step "products of prompts" 40 "$gpu-prefill-products.txt" "$build/prefill_bench" speed fp4_g128 q4_0 q4_k q6_k q8_0 fp8 bf16
 fi
 if wants counters && has ncu "hardware counters"; then
   # The clocks stay as they are. Some launches of a decode step, behind its first run.

@@ -3,7 +3,7 @@
 // A codec has
 //   Loaded                      a lane's share of a tile in registers, codes and meta data
 //   load(...)                   shared memory to Loaded
-//   Product<kTiles>             one tile times x, in steps: start (with x from shared memory, or integers from registers),
+//   Product<kTiles>             one tile times x, in steps: start,
 //                               step 0..3 (kSteps), and finish: acc[n][0 and 1] += rows lane / 4 and lane / 4 + 8 of
 //                               the tile times row 4 n + lane % 4 of x
 //   kX, kXScale, kNeedsSums     in which form it wants x (below), what the scales of x are multiplied by, and whether
@@ -102,13 +102,6 @@ struct FloatSums {
   __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
                                         int group) {
     load_x(shared, lane_x, group, x);
-    clear_sums();
-  }
-  __device__ __forceinline__ void start(const IntegerX<kTiles>& held) {
-    x = held;
-    clear_sums();
-  }
-  __device__ __forceinline__ void clear_sums() {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) sum[n][0] = sum[n][1] = 0.0f;
   }
@@ -189,11 +182,6 @@ struct Fp4G128 {
     __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
                                           int group) {
       load_x(shared, lane_x, group, x);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) clear(d[n]);
-    }
-    __device__ __forceinline__ void start(const IntegerX<kTiles>& held) {
-      x = held;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) clear(d[n]);
     }
@@ -383,7 +371,6 @@ struct GroupOf32 {
   static constexpr int kSteps = 4;
   template <int kTiles>
   struct Product : FloatSums<kTiles> {
-    using FloatSums<kTiles>::start;
     __device__ __forceinline__ void start(const Loaded& tile, const unsigned char* shared, const LaneX<kTiles>& lane_x,
                                           int group) {
       FloatSums<kTiles>::start(tile, shared, lane_x, group);
@@ -512,11 +499,6 @@ struct Q6K {
     __device__ __forceinline__ void start(const Loaded&, const unsigned char* shared, const LaneX<kTiles>& lane_x,
                                           int group) {
       load_x(shared, lane_x, group, x);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) clear(sum[n]);
-    }
-    __device__ __forceinline__ void start(const IntegerX<kTiles>& held) {
-      x = held;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) clear(sum[n]);
     }

@@ -50,7 +50,7 @@ DeviceProperties find_device(int device) {
   properties.name = found.name;
   properties.device = device;
   const char* whole_steps = std::getenv("BERYL_WHOLE_STEPS");
-  properties.whole_steps = whole_steps != nullptr && std::string_view(whole_steps) == "1";
+  properties.whole_steps = whole_steps == nullptr || std::string_view(whole_steps) != "0";
   try {
     properties.programmatic = has_programmatic_code();
   } catch (const Error&) {
@@ -58,6 +58,8 @@ DeviceProperties find_device(int device) {
     throw;
   }
   properties.matvec = matvec_device();
+  const char* prefill = std::getenv("BERYL_PREFILL");
+  properties.prefill_products = (prefill == nullptr || std::string_view(prefill) != "0") && has_prefill_linear();
   return properties;
 }
 

@@ -74,7 +74,8 @@ class CudaExecutor final : public Executor {
   void run_graph();
 
   void linear_of_planes(const Linear& op, int64_t n_rows);
-  void batch_linear(const Linear& op, int64_t n_rows);
+  // By batch_linear.h, or prefill_linear.h.
+  void packed_linear(const Linear& op, int64_t n_rows);
   void multiply_linear(const Linear& op, int64_t n_rows);
   void multiply_piece(const MatrixPiece& piece, int64_t piece_row, int64_t n_outputs, int64_t n_rows, int64_t padded_cols,
                       RowsView y, RowsView other, PlainEpilogue epilogue, float softcap);

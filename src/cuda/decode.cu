@@ -65,7 +65,8 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #endif
 }
 
-template <int kRows>
+// kTimed: takes times, for args.timeline.
+template <int kRows, bool kTimed>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) unsigned char decode_shared[];
   const DecodeBlock block(args, decode_shared);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       commit_copies();
       const auto hold_next = [] { wait_copies<0>(); };
       const auto stamp = [&](int which) {
-        if (args.timeline == nullptr) return;
+        if constexpr (!kTimed) return;
         const DecodeBlock block(args, afresh(decode_shared));
         if (block.thread != 0) return;
         uint64_t cycles;
@@ -236,7 +237,9 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   shape.shared_bytes = cut.shared_bytes;
   shape.cooperative = true;
   shape.name = "decode step";
-  launch(context, shape, args.n_rows == 1 ? decode_kernel<1> : args.n_rows <= 4 ? decode_kernel<4> : decode_kernel<8>, args);
+  launch(context, shape,
+         args.n_rows > 4 ? decode_kernel<8, false> : args.n_rows > 1 ? decode_kernel<4, false> : args.timeline != nullptr ? decode_kernel<1, true> : decode_kernel<1, false>,
+         args);
 }
 
 }  // namespace beryl::cuda

@@ -28,7 +28,7 @@
 
 namespace beryl::cuda {
 
-inline constexpr int kUnitHeads = 16;
+inline constexpr int kUnitHeadBits = 4, kUnitHeads = 1 << kUnitHeadBits;
 inline constexpr int kStateCopies = 16;            // of a unit's maximum and sum: one for each reader
 inline constexpr int kMergeColumns = 32;
 inline constexpr int kMergeWarps = 8;
@@ -544,16 +544,21 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
       // In here, so that nothing is computed before the loop and kept for all of it.
       const DecodeBlock block(args, afresh(shared));
       const AttentionPhase& p = *afresh(phase);
-      const int heads = p.n_heads / p.cache.n_kv_heads, head_tiles = (heads + kUnitHeads - 1) / kUnitHeads;
-      const int n_items = p.cache.n_kv_heads * head_tiles;
+      const int heads = p.heads_of_kv;
       const DecodeUnits units = decode_units(block.small->positions[row], p.window);
+      // Fewer heads in a unit where that gives work to more blocks: of each head it is the same work.
+      const auto tiles_of = [&](int bits) { return (heads + (1 << bits) - 1) >> bits; };
+      int bits = kUnitHeadBits;
+      while (bits > 2 && units.count * p.cache.n_kv_heads * args.n_rows * tiles_of(bits - 1) <= static_cast<int>(gridDim.x)) --bits;
+      const int unit_heads = 1 << bits, head_tiles = tiles_of(bits);
+      const int n_items = p.cache.n_kv_heads * head_tiles;
       if (index >= units.count * n_items) {
         index -= units.count * n_items;
         break;
       }
       // Neighbouring blocks have neighbouring KV heads of one page.
       const int unit = index / n_items, item = index - unit * n_items, kv_head = item / head_tiles, head_tile = item - kv_head * head_tiles;
-      const DecodeUnit one = {row,  kv_head, kv_head * heads + head_tile * kUnitHeads, min(heads - head_tile * kUnitHeads, kUnitHeads),
+      const DecodeUnit one = {row,  kv_head, kv_head * heads + head_tile * unit_heads, min(heads - head_tile * unit_heads, unit_heads),
                               unit, units,   head_tile == 0};
       AttentionUnit<kDim, kFp8>(block, p, one).run();
     }

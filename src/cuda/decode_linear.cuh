@@ -90,106 +90,115 @@ __device__ __forceinline__ void store_partials(float* to, const float (&acc)[kTi
   }
 }
 
-// Where a phase's warps read and write; the same for all codecs.
+__device__ __forceinline__ int stages_of_slot(const DecodeArgs& args, const WeightStream& s) {
+  return s.slot_stages == 2 && 2 * s.stage_bytes <= args.slot_bytes ? 2 : 1;
+}
+
+// What a phase's warps multiply in one go.
 struct Multiply {
-  int n_units;
-  int n_stages;                     // of the chunk
-  int slot_stages;
-  int stage_bytes;
-  int tile_codes;
-  int unit_floats;                  // from unit to unit of the partial sums
-  int x_chunks, x_chunk;            // of WarpX
-  float* partials;                  // of this warp's first unit
+  int n_units;                      // all that are in the batch
+  int first_chunk, n_chunks;        // one chunk after the other, each with all units
+  int buffer;                       // of partial sums
 };
 
+// All units of some chunks, by one warp.
 template <class Codec, Format kFormat, int kRows>
-__device__ __forceinline__ RingPlace multiply(const DecodeArgs& args, unsigned char* whole, const Multiply& m, RingPlace ring) {
+__device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, uint32_t phase_at, int n_units, int first_chunk, int n_chunks,
+                                      int buffer) {
   constexpr TileShape kTile = tile_shape(kFormat);
   constexpr int kTiles = row_tiles(kRows);
   constexpr bool kPairs = slot_stages(kFormat) == 2;      // two tiles of a slot side by side
   static_assert(Codec::kXScale == codec_x_scale(kFormat) && Codec::kNeedsSums == needs_x_sums(kFormat));
-  unsigned char* shared = afresh(whole);
+  const DecodeArgs& args = *shared_object<const DecodeArgs>(args_at);
+  unsigned char* shared = shared_object<unsigned char>(shared_at);
+  const LinearPhase& p = *shared_object<const LinearPhase>(phase_at);
   const DecodeBlock block(args, shared);
-  const int lane = block.lane, n_rows = count_rows<kRows>(args);
-  const LaneX<kTiles> lane_x = make_lane_x<Codec, kTiles>(block, n_rows, m.x_chunks, m.x_chunk);
+  WarpPlace& place = block.small->places[block.warp];
+  RingPlace ring = {place.slot, place.parity};
+  const int lane = block.lane, n_rows = count_rows<kRows>(args), n_slots = args.n_slots, slot_bytes = args.slot_bytes, stage_bytes = p.stream.stage_bytes;
+  const int slot_stages = stages_of_slot(args, p.stream), unit_floats = p.stream.unit_partials * n_rows;
+  float* partials = reinterpret_cast<float*>(block.scratch + args.partials_at) + buffer * args.partial_floats + block.warp * n_rows * kTileRows;
   const unsigned char* const codes_at = shared + block.warp * kTile.code_bytes;
-  const unsigned char* const meta_at = shared + m.tile_codes + block.warp * kTile.meta_bytes;
-  // Few enough x stays in registers for all units.
-  constexpr bool kHeld = kPairs && kTiles == 1 && Codec::kX == XForm::kInt16 && !Codec::kNeedsSums;
-  IntegerX<kTiles> held[2];
-  if constexpr (kHeld) {
-#pragma unroll
-    for (int s = 0; s < 2; ++s) load_x(shared, lane_x, min(s, m.n_stages - 1), held[s]);
-  }
-  float* to = m.partials;
+  const unsigned char* const meta_at = shared + p.tile_codes + block.warp * kTile.meta_bytes;
 #pragma unroll 1
-  for (int unit = 0; unit < m.n_units; ++unit, to += m.unit_floats) {
-    float acc[kTiles][2] = {};
+  for (int chunk = 0; chunk < n_chunks; ++chunk) {
+    const int n_stages = min(p.stream.n_stages - (first_chunk + chunk) * kChunkStages, kChunkStages);
+    const LaneX<kTiles> lane_x = make_lane_x<Codec, kTiles>(block, n_rows, n_chunks, chunk);
+    float* to = partials + (first_chunk + chunk) * p.k_warps * p.row_warps * n_rows * kTileRows;
+    if constexpr (kPairs) {
+      static_assert(kChunkStages == 2);
+      if (slot_stages == 2 && n_stages == 2) {
 #pragma unroll 1
-    for (int stage = 0; stage < m.n_stages; stage += m.slot_stages) {
-      const int at = ring.slot * args.slot_bytes;
-      barrier_wait(&block.small->full[ring.slot], ring.parity);
-      if (kPairs && m.slot_stages == 2 && stage + 2 <= m.n_stages) {
-        typename Codec::Loaded tiles[2];
+        for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
+          const int at = ring.slot * slot_bytes;
+          barrier_wait(&block.small->full[ring.slot], ring.parity);
+          typename Codec::Loaded tiles[2];
 #pragma unroll
-        for (int s = 0; s < 2; ++s) Codec::load(tiles[s], codes_at + at + s * m.stage_bytes, meta_at + at + s * m.stage_bytes, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
-        ring.next(args.n_slots);
-        typename Codec::template Product<kTiles> products[2];
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          if constexpr (kHeld) products[s].start(held[s]);
-          else products[s].start(tiles[s], shared, lane_x, stage + s);
-        }
-#pragma unroll
-        for (int i = 0; i < Codec::kSteps; ++i)
-#pragma unroll
-          for (int s = 0; s < 2; ++s) products[s].step(tiles[s], i);
-#pragma unroll
-        for (int s = 0; s < 2; ++s) products[s].finish(tiles[s], acc);
-        continue;
-      }
-      const int n = kPairs ? min(m.slot_stages, m.n_stages - stage) : 1;
-#pragma unroll 1
-      for (int s = 0; s < n; ++s) {
-        typename Codec::Loaded tile;
-        Codec::load(tile, codes_at + at + s * m.stage_bytes, meta_at + at + s * m.stage_bytes, lane);
-        if (s + 1 == n) {
+          for (int s = 0; s < 2; ++s) Codec::load(tiles[s], codes_at + at + s * stage_bytes, meta_at + at + s * stage_bytes, lane);
           __syncwarp();
           if (lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
+          ring.next(n_slots);
+          typename Codec::template Product<kTiles> products[2];
+#pragma unroll
+          for (int s = 0; s < 2; ++s) products[s].start(tiles[s], shared, lane_x, s);
+#pragma unroll
+          for (int i = 0; i < Codec::kSteps; ++i)
+#pragma unroll
+            for (int s = 0; s < 2; ++s) products[s].step(tiles[s], i);
+          float acc[kTiles][2] = {};
+#pragma unroll
+          for (int s = 0; s < 2; ++s) products[s].finish(tiles[s], acc);
+          store_partials(to, acc, n_rows, lane);
+        }
+        continue;
+      }
+    }
+#pragma unroll 1
+    for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
+      float acc[kTiles][2] = {};
+#pragma unroll 1
+      for (int stage = 0; stage < n_stages; ++stage) {
+        const bool second = stage > 0 && slot_stages == 2, last = slot_stages != 2 || stage + 1 == n_stages;     // of its slot
+        const int at = ring.slot * slot_bytes + (second ? stage_bytes : 0);
+        if (!second) barrier_wait(&block.small->full[ring.slot], ring.parity);
+        typename Codec::Loaded tile;
+        Codec::load(tile, codes_at + at, meta_at + at, lane);
+        if (last) {
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
+          ring.next(n_slots);
         }
         typename Codec::template Product<kTiles> product;
-        product.start(tile, shared, lane_x, stage + s);
+        product.start(tile, shared, lane_x, stage);
 #pragma unroll
         for (int i = 0; i < Codec::kSteps; ++i) product.step(tile, i);
         product.finish(tile, acc);
       }
-      ring.next(args.n_slots);
+      store_partials(to, acc, n_rows, lane);
     }
-    store_partials(to, acc, n_rows, lane);
   }
-  return ring;
+  if (lane == 0) place.slot = ring.slot, place.parity = ring.parity;
+  __syncwarp();
 }
 
 template <int kRows>
-__device__ __forceinline__ RingPlace multiply_format(Format format, const DecodeArgs& args, unsigned char* shared, const Multiply& m,
-                                                     RingPlace ring) {
+__device__ __forceinline__ void multiply_format(Format format, const DecodeBlock& block, const LinearPhase& p, const Multiply& m) {
+  const uint32_t args_at = shared_address(&block.small->args), shared_at = shared_address(block.ring), phase_at = shared_address(&p);
   switch (format) {
-    case Format::kFp4G128: return multiply<Fp4G128, Format::kFp4G128, kRows>(args, shared, m, ring);
-    case Format::kMxfp4: return multiply<Mxfp4, Format::kMxfp4, kRows>(args, shared, m, ring);
-    case Format::kNvfp4: return multiply<Nvfp4, Format::kNvfp4, kRows>(args, shared, m, ring);
-    case Format::kQ4_0: return multiply<GroupOf32<4, false>, Format::kQ4_0, kRows>(args, shared, m, ring);
-    case Format::kQ4_1: return multiply<GroupOf32<4, true>, Format::kQ4_1, kRows>(args, shared, m, ring);
-    case Format::kQ5_0: return multiply<GroupOf32<5, false>, Format::kQ5_0, kRows>(args, shared, m, ring);
-    case Format::kQ5_1: return multiply<GroupOf32<5, true>, Format::kQ5_1, kRows>(args, shared, m, ring);
-    case Format::kQ8_0: return multiply<GroupOf32<8, false>, Format::kQ8_0, kRows>(args, shared, m, ring);
-    case Format::kQ4_K: return multiply<GroupOf32K<4>, Format::kQ4_K, kRows>(args, shared, m, ring);
-    case Format::kQ5_K: return multiply<GroupOf32K<5>, Format::kQ5_K, kRows>(args, shared, m, ring);
-    case Format::kQ6_K: return multiply<Q6K, Format::kQ6_K, kRows>(args, shared, m, ring);
-    case Format::kFp8: return multiply<Fp8, Format::kFp8, kRows>(args, shared, m, ring);
-    case Format::kF16: return multiply<Float16<false>, Format::kF16, kRows>(args, shared, m, ring);
-    default: return multiply<Float16<true>, Format::kBf16, kRows>(args, shared, m, ring);
+    case Format::kFp4G128: return multiply<Fp4G128, Format::kFp4G128, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kMxfp4: return multiply<Mxfp4, Format::kMxfp4, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kNvfp4: return multiply<Nvfp4, Format::kNvfp4, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ4_0: return multiply<GroupOf32<4, false>, Format::kQ4_0, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ4_1: return multiply<GroupOf32<4, true>, Format::kQ4_1, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ5_0: return multiply<GroupOf32<5, false>, Format::kQ5_0, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ5_1: return multiply<GroupOf32<5, true>, Format::kQ5_1, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ8_0: return multiply<GroupOf32<8, false>, Format::kQ8_0, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ4_K: return multiply<GroupOf32K<4>, Format::kQ4_K, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ5_K: return multiply<GroupOf32K<5>, Format::kQ5_K, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kQ6_K: return multiply<Q6K, Format::kQ6_K, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kFp8: return multiply<Fp8, Format::kFp8, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kF16: return multiply<Float16<false>, Format::kF16, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    default: return multiply<Float16<true>, Format::kBf16, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
   }
 }
 
@@ -572,10 +581,6 @@ __device__ __forceinline__ LinearShare linear_share(const DecodeArgs& args, cons
   const int batch = units.count * s.unit_partials <= args.partial_row_floats ? units.count : args.partial_row_floats / s.unit_partials;
   return {units.first, units.count, max(batch, 1)};
 }
-__device__ __forceinline__ int stages_of_slot(const DecodeArgs& args, const WeightStream& s) {
-  return s.slot_stages == 2 && 2 * s.stage_bytes <= args.slot_bytes ? 2 : 1;
-}
-
 // Everything of one phase but the copies. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
 // the time, 1 when (the first) x is ready, 2 when the products are.
 template <int kRows, class Function, class Stamp>
@@ -592,7 +597,6 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     if (p.full) function(LinearBlock<kRows, true>(block, p));
     else function(LinearBlock<kRows, false>(block, p));
   };
-  const int n_rows = count_rows<kRows>(args);
   bool adds, direct = false, all = false;
   LinearShare share;
   int n_chunks, buffer;
@@ -618,36 +622,21 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
 #pragma unroll 1
   for (int unit = 0; unit == 0 || unit < share.n_units; unit += share.batch) {
     const int count = min(share.batch, share.n_units - unit);
-    const auto partials_of = [&](const DecodeBlock& block) {
-      return reinterpret_cast<float*>(block.scratch + args.partials_at) + buffer * args.partial_floats;
-    };
+    const int at_once = all ? n_chunks : 1;
 #pragma unroll 1
-    for (int chunk = 0; chunk < n_chunks; ++chunk) {
+    for (int chunk = 0; chunk < n_chunks; chunk += at_once) {
       if (!all && !(direct && unit == 0) && (unit == 0 || n_chunks > 1))
         x_step([&](const auto& work) { work.prepare(chunk, adds || unit > 0); });
       if (unit == 0 && chunk == 0) stamp(1);
       step([&](const LinearBlock<kRows, false>& work) {
         const LinearPhase& p = work.p;
-        const int n_stages = min(p.stream.n_stages - chunk * kChunkStages, kChunkStages), stages_a_slot = stages_of_slot(args, p.stream);
         if (work.has_tile) {
-          const Multiply m = {count,
-                              n_stages,
-                              stages_a_slot,
-                              p.stream.stage_bytes,
-                              p.tile_codes,
-                              p.stream.unit_partials * n_rows,
-                              all ? n_chunks : 1,
-                              all ? chunk : 0,
-                              partials_of(work.block) + (chunk * p.k_warps * p.row_warps + work.block.warp) * n_rows * kTileRows};
-          WarpPlace& place = work.block.small->places[work.block.warp];
-          const RingPlace ring = multiply_format<kRows>(p.format, args, shared, m, {place.slot, place.parity});
-          const DecodeBlock after(args, afresh(shared));
-          if (after.lane == 0) after.small->places[after.warp].slot = ring.slot, after.small->places[after.warp].parity = ring.parity;
-          __syncwarp();
+          multiply_format<kRows>(p.format, work.block, p, {count, chunk, at_once, buffer});
           return;
         }
+        const int n_stages = p.stream.n_stages - chunk * kChunkStages, stages_a_slot = stages_of_slot(args, p.stream);
         // A warp without a tile passes over the slots, in step with the others: each slot waits for all warps.
-        const int slots = stages_a_slot == 2 ? (n_stages + 1) / 2 : n_stages;
+        const int stages = min(n_stages, at_once * kChunkStages), slots = stages_a_slot == 2 ? (stages + 1) / 2 : stages;
         WarpPlace& place = work.block.small->places[work.block.warp];
         RingPlace ring = {place.slot, place.parity};
         for (int i = 0; i < count * slots; ++i) {
@@ -664,7 +653,9 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     if (unit + share.batch >= share.n_units) before_barrier();
     DecodeBlock::barrier();
     stamp(2);
-    step([&](const LinearBlock<kRows, false>& work) { work.finish(share.first + unit, count, partials_of(work.block)); });
+    step([&](const LinearBlock<kRows, false>& work) { 
+      work.finish(share.first + unit, count, reinterpret_cast<float*>(work.block.scratch + args.partials_at) + buffer * args.partial_floats);
+     });
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));

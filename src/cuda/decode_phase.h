@@ -96,7 +96,7 @@ struct AttentionPhase {
   CacheView cache;
   const int32_t* table;             // [max_sequences][n_entries]
   int32_t n_entries;
-  int32_t n_heads;
+  int32_t n_heads, heads_of_kv;
   int32_t window;
   int32_t kv_heads_before;          // query heads in front of the keys in `kv`
   float q_eps, k_eps, v_eps;
@@ -133,7 +133,7 @@ struct DecodeArgs {
   float2* partial_states;           // [n_rows][heads][kMaxDecodeUnits][16], likewise
   uint32_t* flags;                  // [kDecodeRows]: launches that wrote the row so far; then the count of finished blocks
 
-  uint64_t* timeline;               // [phases][blocks][kDecodeStamps] cycles of the block's multiprocessor, or null
+  uint64_t* timeline;               // [phases][blocks][kDecodeStamps] cycles of the block's multiprocessor, or null; for one row
 
   // Cut of shared memory, in bytes.
   int32_t slot_bytes, n_slots;

@@ -68,7 +68,9 @@ class Planner {
       needs.group_bytes = std::max(needs.group_bytes, group_bytes);
       needs.x_all_bytes = std::max(needs.x_all_bytes, piece.plan.n_chunks() * x_chunk_bytes(1, group_bytes));
     }
-    needs.sum_groups = std::max<int>(needs.sum_groups, static_cast<int>((program_.matrix(linear.weight).cols() + 127) / 128));
+    // Sums of squares, of a norm or of what is added to the residual.
+    const int64_t cols = program_.matrix(linear.weight).cols();
+    if (linear.norm.present || cols == plan_.residual_cols) needs.sum_groups = std::max(needs.sum_groups, static_cast<int>((cols + 127) / 128));
   }
   void need(DecodeNeeds& needs, const Attention& attention) {
     const CacheDecl& cache = program_.caches[static_cast<size_t>(attention.cache)];

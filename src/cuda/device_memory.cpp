@@ -194,7 +194,7 @@ class LayoutBuilder {
   }
 
   void lay_scratch() {
-    int64_t normed = 0, gated = 0, batch_bytes = 0, route_logits = 0, expert_index = 0, expert_gate = 0, expert_down = 0, partial = 0;
+    int64_t normed = 0, gated = 0, batch_bytes = 0, prefill_bytes = 0, route_logits = 0, expert_index = 0, expert_gate = 0, expert_down = 0, partial = 0;
     const auto grow = [](int64_t& bytes, int64_t needed) { bytes = std::max(bytes, needed); };
     bool samples = false;
     for (size_t index = 0; index < program_.ops.size(); ++index) {
@@ -209,8 +209,11 @@ class LayoutBuilder {
         if (batch && (rows > kDecodeRows || !decoded))
           for (const MatrixPiece& piece : matrix.pieces)
             grow(batch_bytes, batch_scratch_bytes(piece.plan, static_cast<int>(std::min<int64_t>(rows, kBatchRows)), device_.matvec));
-        // Without the product of many rows.
-        const bool few = all_plain ? rows <= kGraphRows : batch ? rows <= kBatchRows : decoded && rows <= kDecodeRows;
+        const bool prefill = batch && takes_prefill(device_, rows);
+        if (prefill)
+          for (const MatrixPiece& piece : matrix.pieces) grow(prefill_bytes, prefill_scratch_bytes(piece.plan, rows));
+        // Without the product of many rows by expanded weights.
+        const bool few = all_plain ? rows <= kGraphRows : batch ? prefill || rows <= kBatchRows : decoded && rows <= kDecodeRows;
         if (is_gated(linear->epilogue) && (!few || matrix.pieces.size() > 1)) grow(gated, rows * linear->y.cols * 4);
         if (!few) {
           const int64_t padded = round_up(cols, kGemmColumns);
@@ -254,6 +257,7 @@ class LayoutBuilder {
     };
     layout_.normed = scratch("normed rows", normed);
     layout_.batch = scratch("rows in digits", batch_bytes);
+    layout_.prefill = scratch("rows in 16 bits", prefill_bytes);
     layout_.planes = scratch("rows as bf16 pairs", layout_.plane_values * 4);
     layout_.panel = scratch("weights as bf16 pairs", layout_.panel_values * 4);
     layout_.gated = scratch("gated rows", gated);

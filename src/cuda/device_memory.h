@@ -12,6 +12,7 @@
 #include "cuda/matvec_layout.h"
 #include "cuda/packed_rows.h"
 #include "cuda/plain_matrix.h"
+#include "cuda/prefill_linear.h"
 #include "ops/backend.h"
 
 namespace beryl::cuda {
@@ -69,6 +70,7 @@ struct MemoryLayout {
 
   int normed = -1;                              // [rows][cols] f32
   int batch = -1;                               // scratch of batch_linear.h, zero between launches
+  int prefill = -1;                             // scratch of prefill_linear.h
   int planes = -1;                              // x as bf16 pairs
   int64_t plane_values = 0;                     // of one plane
   int panel = -1;                               // weights as bf16 pairs
@@ -91,14 +93,21 @@ struct DeviceProperties {
   int device = 0;
   bool programmatic = false;
   bool has_fp8_cache = true;
-  // Several ops in one launch of the decode kernel (BERYL_WHOLE_STEPS=1). Off by default as long as the golden models have not
-  // been seen to pass with it on a GPU: the same ops then run one launch each, by the same kernel.
-  bool whole_steps = false;
+  // Several ops in one launch of the decode kernel; with BERYL_WHOLE_STEPS=0 one op a launch, by the same code and with the same bits.
+  bool whole_steps = true;
+  // Products of more than kBatchRows rows by prefill_linear.h. BERYL_PREFILL=0: expanded weights and pairs of bf16 instead,
+  // as where there is no such product: slower, and nearly f32.
+  bool prefill_products = false;
   MatvecDevice matvec;
 };
 
 // Whether batch_linear.h takes the op: all of its matrix is packed, and its rows lie at 16-byte addresses.
 bool takes_batch(const Program& program, const MemoryLayout& layout, const Linear& op);
+
+// Whether prefill_linear.h takes so many rows.
+inline bool takes_prefill(const DeviceProperties& device, int64_t n_rows) {
+  return device.prefill_products && n_rows > kBatchRows;
+}
 
 // Rows of weights that are expanded at a time.
 int64_t panel_rows(int64_t padded_cols);

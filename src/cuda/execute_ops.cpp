@@ -1,5 +1,5 @@
-// Every op as launches: slots, weights and caches to pointers, and the choice between the decode kernel, batched products,
-// the kernels for planes and the matrix product.
+// Every op as launches: slots, weights and caches to pointers, and the choice between the decode kernel, the products of few and
+// of many rows on packed tiles, the kernels for planes and the matrix product of expanded weights.
 #include <algorithm>
 
 #include "cuda/cuda_executor.h"
@@ -105,19 +105,21 @@ void CudaExecutor::execute(const Linear& op) {
   const bool all_plain = std::none_of(pieces.begin(), pieces.end(), [](const MatrixPiece& piece) { return piece.packed; });
   if (all_plain && rows <= kGraphRows)
     linear_of_planes(op, rows);
-  else if (rows <= kBatchRows && takes_batch(program_, layout_, op))
-    batch_linear(op, rows);
+  else if ((rows <= kBatchRows || takes_prefill(device_, rows)) && takes_batch(program_, layout_, op))
+    packed_linear(op, rows);
   else
     multiply_linear(op, rows);
 }
 
-void CudaExecutor::batch_linear(const Linear& op, int64_t n_rows) {
+void CudaExecutor::packed_linear(const Linear& op, int64_t n_rows) {
   const std::vector<MatrixPiece>& pieces = layout_.matrices[static_cast<size_t>(op.weight.index)].pieces;
   const auto run_piece = [&](const MatrixPiece& piece, RowsView y, RowsView other, DecodeEpilogue epilogue) {
-    launch_batch_linear(piece.plan,
-                        {buffers_.as<uint8_t>(piece.buffer), view(op.x), static_cast<int>(n_rows), op.norm.present,
-                         vector(op.norm.weight), op.norm.eps, epilogue, other, op.softcap, y, buffers_.as<void>(layout_.batch)},
-                        device_.matvec, context_);
+    const bool many = takes_prefill(device_, n_rows);
+    const BatchLinearArgs args = {buffers_.as<uint8_t>(piece.buffer), view(op.x), static_cast<int>(n_rows), op.norm.present,
+                                  vector(op.norm.weight), op.norm.eps, epilogue, other, op.softcap, y,
+                                  buffers_.as<void>(many ? layout_.prefill : layout_.batch)};
+    if (many) launch_prefill_linear(piece.plan, args, device_.matvec, context_);
+    else launch_batch_linear(piece.plan, args, device_.matvec, context_);
   };
   const RowsView y = view(op.y), other = view(op.other);
   if (is_gated(op.epilogue) && pieces.size() == 2) {

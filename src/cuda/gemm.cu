@@ -1,4 +1,5 @@
-// y = epilogue(x · Wᵀ) for many rows, on tensor cores: weights are first expanded into a panel of bf16 pairs
+// y = epilogue(x · Wᵀ) for many rows, on tensor cores, where prefill_linear.h does not go (other GPUs than Hopper, weights that are
+// not packed): weights are first expanded into a panel of bf16 pairs
 // (high + low, 16 bits of mantissa), x is such a pair too, and three products (high·high, high·low, low·high) give sums
 // that are nearly those of f32.
 //

@@ -92,6 +92,7 @@ AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned) const 
   phase.table = token.table;
   phase.n_entries = token.n_entries;
   phase.n_heads = op.n_heads;
+  phase.heads_of_kv = op.n_heads / phase.cache.n_kv_heads;
   phase.window = program_.groups[static_cast<size_t>(program_.caches[static_cast<size_t>(op.cache)].group)].window;
   phase.scale = op.scale;
   phase.softcap = op.softcap;
@@ -194,7 +195,7 @@ bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& li
   args.partial_sums = buffers_.as<float>(layout_.decode_partials);
   args.partial_states = buffers_.as<float2>(layout_.decode_states);
   args.flags = buffers_.as<uint32_t>(layout_.decode_flags) + int64_t{list.index} * kDecodeFlagWords;
-  if (takes_times_ && segment.phases.size() > 1) args.timeline = buffers_.as<uint64_t>(layout_.decode_timeline);
+  if (takes_times_ && rows == 1 && segment.phases.size() > 1) args.timeline = buffers_.as<uint64_t>(layout_.decode_timeline);
   launch_decode(context_, args, cut, device_.matvec.n_sms);
   return true;
 }
@@ -244,7 +245,7 @@ std::vector<StepPart> CudaExecutor::time_step(size_t end) {
 // Cycles become microseconds by the time of the whole launch, so that the parts sum to it.
 void CudaExecutor::add_decode_parts(const DecodeSegment& segment, double microseconds, std::vector<StepPart>& parts) const {
   const size_t n_phases = segment.phases.size(), n_blocks = static_cast<size_t>(device_.matvec.n_sms);
-  if (n_phases < 2) {
+  if (n_phases < 2 || n_tokens_ != 1) {
     parts.push_back({static_cast<size_t>(segment.begin), static_cast<size_t>(segment.end), microseconds, 0});
     return;
   }

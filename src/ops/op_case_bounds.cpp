@@ -85,7 +85,7 @@ class Expecter {
       : data_(data), program_(data.program), limits_(limits), input_(input), rows_(rows), cache_(cache),
         u_activation_(tolerance.activation_roundoff), u_cache_(tolerance.cache_roundoff),
         u_sum_(tolerance.accumulate_roundoff), fixed_point_(tolerance.operand_fixed_point), integer_step_(tolerance.integer_step),
-        u_weight_(tolerance.weight_roundoff) {
+        u_weight_(tolerance.weight_roundoff), exact_rows_(tolerance.exact_rows) {
     // Of gelu, silu and their kind, relative to the argument: a few roundings, and where activations are coarse a
     // hardware approximation that is still finer than they are.
     u_function_ = 8 * u_sum_ + u_activation_ / 2;
@@ -116,8 +116,9 @@ class Expecter {
     const int64_t count = live(op.x);
     const Operand h = operand(op.x, op.norm);
     const size_t n_parts = program_.matrix(op.weight).parts.size();
+    const bool is_prompt = count > exact_rows_;
     if (is_gated(op.epilogue)) {
-      const Product gate = product(op.weight, 0, 0, h, count), up = product(op.weight, 1, 0, h, count);
+      const Product gate = product(op.weight, 0, 0, h, count, is_prompt), up = product(op.weight, 1, 0, h, count, is_prompt);
       for (int64_t t = 0; t < count; ++t)
         for (int64_t r = 0; r < op.y.cols; ++r) {
           const auto i = static_cast<size_t>(t * op.y.cols + r);
@@ -130,7 +131,7 @@ class Expecter {
     int64_t first_row = 0;
     for (size_t part = 0; part < n_parts; ++part) {
       const int64_t rows = program_.matrix(op.weight).parts[part].rows;
-      const Product z = product(op.weight, part, 0, h, count);
+      const Product z = product(op.weight, part, 0, h, count, is_prompt);
       for (int64_t t = 0; t < count; ++t)
         for (int64_t r = 0; r < rows; ++r) {
           const auto i = static_cast<size_t>(t * rows + r);
@@ -275,7 +276,7 @@ class Expecter {
   }
 
   Expected operator()(const Route& op) {
-    Product z = product(op.weight, 0, 0, operand(op.x, op.norm), input_.n_tokens(), false);
+    Product z = product(op.weight, 0, 0, operand(op.x, op.norm), input_.n_tokens(), false, false);
     ExpectedRoutes routes{op.routes, op.n_experts, op.top_k, std::move(z.values), std::move(z.errors), {}, 0};
     for (int expert = 0; expert < op.n_experts; ++expert)
       routes.scales.push_back(op.expert_scale.present()
@@ -426,11 +427,12 @@ class Expecter {
   }
 
   // may_be_integer: a backend may multiply integer codes with x in integers.
-  Product product(MatrixRef ref, size_t part, int64_t expert, const Operand& h, int64_t count, bool may_be_integer = true) const {
+  Product product(MatrixRef ref, size_t part, int64_t expert, const Operand& h, int64_t count, bool is_prompt = false,
+                  bool may_be_integer = true) const {
     const HostMatrix& matrix = program_.matrix(ref).parts[part];
     const auto cols = static_cast<size_t>(matrix.cols), rows = static_cast<size_t>(matrix.rows);
     // A product's own roundings: code times scale, plus min, times x.
-    const double relative = 4 * u_sum_ + narrowing(matrix.format);
+    const double relative = 4 * u_sum_ + narrowing(matrix.format) + (is_prompt ? (matrix.format == Format::kBf16 ? 0x1p-8 : 2 * 0x1p-11) : 0);
     Values uncertain(h.values.size());
     for (size_t i = 0; i < uncertain.size(); ++i) uncertain[i] = h.errors[i] + relative * std::abs(h.values[i]);
     if (may_be_integer && integer_step_ > 0 && has_integer_codes(matrix.format))
@@ -540,6 +542,7 @@ class Expecter {
   const std::vector<std::vector<float>>& rows_;
   const CacheImage& cache_;
   double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_weight_, u_function_;
+  int exact_rows_;
 };
 
 }  // namespace

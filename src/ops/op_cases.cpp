@@ -284,6 +284,13 @@ void add_linears(Table& table) {
                        .n_tokens = static_cast<int>(nth % 9 + 1),
                        .norm = 1,
                        .from_residual = true});
+    // Prompts: all epilogues, one past the rows of a batch, more than a block of tokens.
+    add_linear(table, {.parts = {{format, 40}, {format, 40}}, .cols = cols, .n_tokens = 65, .epilogue = Epilogue::kGatedGelu,
+                       .norm = 1, .from_residual = true});
+    add_linear(table, {.parts = {{format, 33}}, .cols = cols, .n_tokens = 131, .epilogue = Epilogue::kGeluTimesOther,
+                       .tensor_scale = 0.37f, .sliced = true});
+    add_linear(table, {.parts = {{format, 24}, {second, 24}}, .cols = 512, .n_tokens = 70, .epilogue = Epilogue::kGatedSilu,
+                       .norm = 2, .from_residual = true});
     ++nth;
   }
   add_linear(table, {.parts = {{Format::kQ4_K, 48}, {Format::kQ4_K, 16}, {Format::kQ6_K, 16}},

@@ -32,6 +32,8 @@ struct Tolerance {
   double integer_step = 0;                // half a step of x in products with integer codes (Linear and Experts), relative to
                                           // the largest |x| of its 32 columns
   double weight_roundoff = 0;             // f32 and f16 matrices that the backend keeps in a narrower type
+  // Linear with more rows than this rounds x and weights to f16, where weights are BF16 x to bf16.
+  int exact_rows = INT_MAX;
 };
 
 // One sequence of a step: its tokens come in at positions context, context + 1, ...
