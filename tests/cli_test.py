@@ -141,7 +141,7 @@ class WrongUseTest(CliTest):
             (["perplexity", model, out, "--ctx", "1"], "--ctx is '1'"),
             (["perplexity", model, out, "--ctx", "16", "--skip", "15"], "--skip is 15", "14", "16"),
             (["perplexity", model, out, "--skip", "-1"], "--skip is '-1'"),
-            (["perplexity", model, out, "--against", "exact"], "--against is 'exact'", "reference"),
+            (["perplexity", model, out, "--against", "double"], "--against is 'double'", "reference"),
             (["perplexity", model, out, "--margin", "nan"], "--margin is 'nan'"),
             (["perplexity", model, out, "-o", "csv"], "-o is 'csv'", "json"),
             (["verify", "--filter", "no such case"], "no such case"),
@@ -428,6 +428,13 @@ class InspectTest(CliTest):
 
 
 class BenchTest(CliTest):
+    def test_bench_reads_memory_without_a_model(self):
+        rows = self.succeed("bench", "--read", "--threads", "2", "-r", "2").stdout.decode().splitlines()[2:]
+        self.assertEqual([row.split("|")[1].strip() for row in rows], ["1", "2"])
+        for row in rows:
+            self.assertGreater(float(row.split("|")[2]), 0)
+        self.assert_fails(beryl("bench", "--read", GOLDEN / "llama"), 2, "--read", "MODEL")
+
     def test_measures_every_combination_of_the_lists(self):
         arguments = ["bench", GOLDEN / "llama", "--device", "cpu", "-p", "3,0", "-n", "5", "-d", "0,20", "-b", "1,2",
                      "--allocate", "0,100", "-r", "3"]
@@ -1198,18 +1205,21 @@ class RealModelTest(CliTest):
                         self.assertEqual(output, ids_text(ids) + "\n")
 
     def test_traces_equal_the_recorded_logits(self):
-        # The recorded values are double precision; the fast backend computes in f32.
+        # The recorded values are double precision; --exact computes in f32, and by default activations have 8 bits.
         for name, model in json.loads((GOLDEN / "real_models.json").read_text())["models"].items():
             if not self.FILES[name].exists():
                 self.skipTest(f"{self.FILES[name]} is not there")
             with self.subTest(model=name):
                 n = model["agree_first"]
-                found = self.trace(self.FILES[name], "--ids", ids_text(model["prompt"]), "--greedy", n)
+                found = self.trace(self.FILES[name], "--ids", ids_text(model["prompt"]), "--greedy", n, "--exact")
                 self.assertEqual(list(found["greedy"][1]), model["greedy_llamacpp"][:n])
                 (n_tokens, vocab), logits = found["logits"]
                 self.assertEqual(n_tokens, len(model["prompt"]))
                 for token, value in model["top_fp64"]:
                     self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=1e-2)
+                _, logits = self.trace(self.FILES[name], "--ids", ids_text(model["prompt"]), "--device", "cpu")["logits"]
+                for token, value in model["top_fp64"]:
+                    self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=0.5)
 
     def test_a_quantised_copy_is_the_same_model_nearly(self):
         for name, path in self.FILES.items():
@@ -1226,7 +1236,7 @@ class RealModelTest(CliTest):
                 prompt = json.loads((GOLDEN / "real_models.json").read_text())["models"][name]["prompt"]
                 vocab, logits = 0, []
                 for model in (path, folder):
-                    (_, vocab), values = self.trace(model, "--ids", ids_text(prompt))["logits"]
+                    (_, vocab), values = self.trace(model, "--ids", ids_text(prompt), "--exact")["logits"]
                     logits.append(values[-vocab:])
                 mean = sum(logits[0]) / vocab
                 spread = sum((value - mean) ** 2 for value in logits[0])
@@ -1238,7 +1248,8 @@ class RealModelTest(CliTest):
     @unittest.skipUnless(GEMMA3.exists(), f"{GEMMA3} is not there")
     def test_a_base_model_goes_on_with_a_text_and_chats_with_a_warning(self):
         model = json.loads((GOLDEN / "real_models.json").read_text())["models"]["gemma3-270m-q4_k_m"]
-        raw = self.succeed("run", GEMMA3, "--raw", "-p", "The capital of France is", "-n", "12", "--temp", "0")
+        raw = self.succeed("run", GEMMA3, "--raw", "-p", "The capital of France is", "-n", "12", "--temp", "0",
+                           "--exact")
         self.assertEqual(self.statistics(raw.stderr)[:2], (len(model["prompt"]), 12))
         self.assertEqual(raw.stderr.count(b"\n"), 1)
         again = self.succeed("tokenize", GEMMA3, "--ids", raw.stdout.decode().removesuffix("\n")).stdout.decode()

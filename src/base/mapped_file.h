@@ -24,4 +24,8 @@ class MappedFile {
   size_t size_ = 0;
 };
 
+// Gives the memory of those whole pages among `bytes` that belong to a living MappedFile back to the system; they come
+// again from the file's cache when they are read. Bytes that lie elsewhere stay as they are.
+void release_mapped_pages(std::span<const std::byte> bytes);
+
 }  // namespace beryl

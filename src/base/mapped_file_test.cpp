@@ -76,5 +76,18 @@ TEST_F(MappedFileTest, AFifoIsRefusedAtOnce) {
   EXPECT_EQ(error_of(fifo), fifo + ": not a regular file");
 }
 
+TEST_F(MappedFileTest, ReleasedPagesComeBackAndOtherMemoryIsLeftAlone) {
+  std::string bytes(100000, '\0');
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(i * 7 % 251);
+  const MappedFile file(write("bytes", bytes));
+  release_mapped_pages(file.bytes());
+  release_mapped_pages(file.bytes().subspan(5000, 20000));
+  EXPECT_EQ(std::memcmp(file.bytes().data(), bytes.data(), bytes.size()), 0);
+  std::string other = bytes;
+  release_mapped_pages(std::as_bytes(std::span(other)));
+  release_mapped_pages({});
+  EXPECT_EQ(other, bytes);
+}
+
 }  // namespace
 }  // namespace beryl

@@ -21,6 +21,8 @@
 #include "cli/console.h"
 #include "cli/device.h"
 #include "cli/options.h"
+#include "cpu/parallel.h"
+#include "cpu/read_speed.h"
 #include "engine/bench.h"
 #include "model/memory_plan.h"
 #include "model/model.h"
@@ -49,6 +51,7 @@ struct BenchOptions {
   int64_t n_repetitions = 5;
   std::string output = "md";
   bool ops = false;
+  bool read = false;
 };
 
 std::vector<Format> format_list(const char* option, const std::string& names) {
@@ -170,6 +173,21 @@ const char* cache_words(int element_bytes) {
   }
 }
 
+// The ceiling of decoding on a CPU: GB/s at which threads read memory that no cache holds.
+int print_read_speed(const BenchOptions& options) {
+  constexpr int64_t kBytes = 512 << 20;
+  if (!options.model.empty() || !options.synthetic.empty()) throw UsageError("--read measures the machine: it takes no MODEL");
+  const int most = options.device.n_threads > 0 ? static_cast<int>(options.device.n_threads) : usable_cores();
+  std::string text = "| threads | GB/s read | sd | median |\n|---:|---:|---:|---:|\n";
+  for (int n_threads = 1; n_threads <= most; n_threads = n_threads < most && 2 * n_threads > most ? most : 2 * n_threads) {
+    std::vector<double> speeds = measure_read_speed(n_threads, kBytes, static_cast<int>(options.n_repetitions));
+    for (double& speed : speeds) speed *= 1e-9;
+    text += fmt::format("| {} | {:.1f} | {:.1f} | {:.1f} |\n", n_threads, mean(speeds), standard_deviation(speeds), median(speeds));
+  }
+  write_output(text);
+  return 0;
+}
+
 // Of a device's own ceiling: a plain read, measured by the same command.
 std::string share_of(double bytes, double microseconds, double ceiling) {
   if (ceiling <= 0 || microseconds <= 0) return "";
@@ -217,6 +235,7 @@ class Bench {
   explicit Bench(const BenchOptions& options) : options_(options) {}
 
   int run() {
+    if (options_.read) return print_read_speed(options_);
     if (options_.model.empty() == options_.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
     std::vector<SyntheticFormats> formats = {{}};
     if (!options_.synthetic.empty()) formats = synthetic_formats(options_);
@@ -304,8 +323,10 @@ Command add_bench_command(CLI::App& program) {
   add_choice(*app, "-o", options->output, {"md", "json", "jsonl"},
              "output: a Markdown table, or JSON (jsonl: a line a result, as it comes) with llama-bench's field names");
   app->add_flag("--ops", options->ops, "time each op of a decode step at each depth of -d");
+  app->add_flag("--read", options->read, "without a model: how fast memory is read by 1, 2, 4, ... threads, up to --threads");
   app->footer(
       "Examples:\n"
+      "  beryl bench --read\n"
       "  beryl bench model.gguf\n"
       "  beryl bench model.gguf -p 0 -n 64 -d 0,4096 -o json\n"
       "  beryl bench --synthetic gemma4-12b --format q4_0 -b 1,4\n"

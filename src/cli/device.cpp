@@ -24,6 +24,10 @@ bool hides_gpus() {
 }
 #endif
 
+std::unique_ptr<Backend> make_cpu(const DeviceOptions& options) {
+  return make_cpu_backend(static_cast<int>(options.n_threads), options.exact ? CpuPrecision::kExact : CpuPrecision::kFast);
+}
+
 }  // namespace
 
 void add_device_options(CLI::App& app, DeviceOptions& options, const std::string& heading) {
@@ -32,12 +36,14 @@ void add_device_options(CLI::App& app, DeviceOptions& options, const std::string
       ->group(heading);
   add_integer(app, "--threads", options.n_threads, 1, 1024, "threads of the CPU backends (default: one a core)")
       ->group(heading);
+  app.add_flag("--exact", options.exact, "CPU: activations in f32, as exact as it goes; slower (default: 8 bits a group of 32)")
+      ->group(heading);
 }
 
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   const int n_threads = static_cast<int>(options.n_threads);
   if (options.name == "reference") return make_reference_backend(n_threads);
-  if (options.name == "cpu") return make_cpu_backend(n_threads);
+  if (options.name == "cpu") return make_cpu(options);
 #ifdef BERYL_HAS_CUDA
   if (options.name == "cuda") return make_cuda_backend(0);
   // What auto promises is to run anyway.
@@ -52,13 +58,13 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   if (options.name == "cuda")
     throw Error(ErrorCode::kUnsupported, "this build has no CUDA backend: install the CUDA toolkit and build again");
 #endif
-  return make_cpu_backend(n_threads);
+  return make_cpu(options);
 }
 
 bool falls_back_to_cpu(const DeviceOptions& options, std::unique_ptr<Backend>& backend, const Error& error) {
   if (options.name != "auto" || !backend->memory() || error.code != ErrorCode::kOutOfMemory) return false;
   print_warning(fmt::format("the CPU is used, because {}", error.what()));
-  backend = make_cpu_backend(static_cast<int>(options.n_threads));
+  backend = make_cpu(options);
   return true;
 }
 

@@ -81,8 +81,12 @@ int run_perplexity(const PerplexityOptions& options) {
   request.margin = options.margin;
 
   std::unique_ptr<Backend> backend = make_backend(options.device);
-  const std::unique_ptr<Backend> against =
-      options.against.empty() ? nullptr : make_backend({options.against, options.device.n_threads});
+  std::unique_ptr<Backend> against;
+  if (options.against == "exact") {
+    against = make_backend({"cpu", options.device.n_threads, true});
+  } else if (!options.against.empty()) {
+    against = make_backend({options.against, options.device.n_threads, false});
+  }
   const PerplexityResult result = load_on(options.device, backend, [&](Backend& device) {
     return measure_perplexity(model.program, device, against.get(), request);
   });
@@ -143,8 +147,8 @@ Command add_perplexity_command(CLI::App& program) {
   add_model(*app, options->model);
   app->add_option("FILE", options->file, "the text")->type_name("")->required();
   add_device_options(*app, options->device);
-  add_choice(*app, "--against", options->against, {"reference", "cpu", "cuda"},
-             "also on this device, and how far the two lie apart: KL divergence, top-1 flips");
+  add_choice(*app, "--against", options->against, {"reference", "exact", "cpu", "cuda"},
+             "also on this device (exact: cpu with --exact), and how far the two lie apart: KL divergence, top-1 flips");
   add_integer(*app, "--ctx", options->window_tokens, 2, 1 << 20, "tokens of a window (default 512)");
   CLI::Option* skip = add_integer(*app, "--skip", options->skip, 0, 1 << 20,
                                   "predictions at the begin of each window that do not count (default: half a window)");

@@ -16,6 +16,7 @@
 #include "cpu/tile-inl.h"
 #include "hwy/cache_control.h"
 
+
 HWY_BEFORE_NAMESPACE();
 namespace beryl {
 namespace HWY_NAMESPACE {
@@ -57,7 +58,7 @@ HWY_INLINE LiveRange live_range(const AttentionTask& task, int64_t token, int64_
 
 HWY_INLINE const float* cache_row(const AttentionTask& task, const float* pool, int64_t position) {
   const int64_t page = task.table[position / kPageTokens % task.n_entries];
-  return pool + (page * kPageTokens + position % kPageTokens) * task.row_stride;
+  return pool + page * task.page_stride + position % kPageTokens * task.head_dim;
 }
 
 HWY_INLINE int tile_rows(int64_t n_rows, int64_t tile) {
@@ -75,6 +76,24 @@ void pack_queries(const AttentionTask& task, float* packed) {
   }
 }
 
+constexpr int64_t kTouchedFloats = 4096;   // 16 KB, half of the L1 cache
+
+// Rows of the cache in plain address order, so that the hardware's prefetcher sees a stream: the products below read several
+// rows side by side, and it follows none of them.
+HWY_INLINE void touch_rows(const float* rows, int64_t n_floats) {
+  const FloatTag d;
+  FloatPart sum = hn::Zero(d);
+  for (int64_t i = 0; i < n_floats; i += 16) sum = hn::Or(sum, hn::LoadU(d, rows + i));
+  [[maybe_unused]] volatile float kept = hn::GetLane(sum);
+}
+
+// With many rows a task computes longer than it reads, and other tasks have just read the same keys.
+HWY_INLINE bool reads_cold_cache(const AttentionTask& task) { return task.n_tokens * task.group <= kTokenTile; }
+
+HWY_INLINE void prefetch_lines(const float* rows, int64_t n_floats) {
+  for (int64_t i = 0; i < n_floats; i += 16) hwy::Prefetch(rows + i);
+}
+
 // scores[row][m] = q · k_m for the keys [begin, end) of the split, for all rows.
 void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const Workspace& w) {
   const int64_t n_rows = int64_t{task.n_tokens} * task.group, padded = padded16(task.head_dim);
@@ -83,7 +102,7 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
     const int64_t position = split * task.split_keys + m;
     const int64_t n_in_page = std::min(keys.end - m, kPageTokens - position % kPageTokens);
     const float* key = cache_row(task, task.keys, position);
-    int64_t stride = task.row_stride;
+    int64_t stride = task.head_dim;
     if (task.head_dim % 16 != 0) {
       for (int64_t i = 0; i < n_in_page; ++i)
         for (int64_t c = 0; c < task.head_dim; c += 16)
@@ -91,16 +110,15 @@ void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const 
       key = w.padded_keys;
       stride = padded;
     }
-    // Rows of one head lie apart, and the values are needed right after the scores.
     const float* value = cache_row(task, task.values, position);
-    const auto prefetch_rows = [&](const float* rows, int64_t begin, int64_t end) HWY_ATTR {
-      for (int64_t row = begin; row < std::min(end, n_in_page); ++row)
-        for (int64_t c = 0; c < task.head_dim; c += 16) hwy::Prefetch(rows + row * task.row_stride + c);
-    };
     int64_t i = 0;
+    const bool touches = reads_cold_cache(task);
+    const int64_t touched_rows = std::max<int64_t>(kRowTile, kTouchedFloats / padded / kRowTile * kRowTile);
     for (; i + kRowTile <= n_in_page; i += kRowTile) {
-      prefetch_rows(value, i, i + kRowTile);
-      prefetch_rows(cache_row(task, task.keys, position), i + kRowTile, i + 2 * kRowTile);
+      // The rows of the next block, or the first values, while this block is computed.
+      if (touches && i + touched_rows < n_in_page) prefetch_lines(key + (i + touched_rows) * stride, kRowTile * stride);
+      if (touches && i + touched_rows >= n_in_page) prefetch_lines(value + i * task.head_dim, kRowTile * task.head_dim);
+      if (touches && i % touched_rows == 0) touch_rows(key + i * stride, std::min(touched_rows, n_in_page - i) * stride / 16 * 16);
       for (int64_t tile = 0; tile < n_tiles; ++tile)
         multiply_strided_tile(key + i * stride, stride, 16, w.q + tile * kTokenTile * padded, padded / 16,
                               tile_rows(n_rows, tile), w.scores + tile * kTokenTile * task.split_keys + m + i,
@@ -164,7 +182,7 @@ HWY_NOINLINE void add_values(const AttentionTask& task, int64_t split, int64_t b
     const int64_t position = split * task.split_keys + m;
     const int64_t n_in_page = std::min(end - m, kPageTokens - position % kPageTokens);
     const float* value = cache_row(task, task.values, position) + dim;
-    for (int64_t i = 0; i < n_in_page; ++i, value += task.row_stride)
+    for (int64_t i = 0; i < n_in_page; ++i, value += task.head_dim)
       for (size_t part = 0; part < kParts; ++part) {
         FloatPart columns[kVectors];
         for (int v = 0; v < kVectors; ++v) columns[v] = hn::LoadU(d, value + 16 * v + part * kPartLanes);
@@ -192,7 +210,7 @@ HWY_NOINLINE void add_values_tail(const AttentionTask& task, int64_t split, Live
 }
 
 template <int kRows>
-HWY_INLINE void add_values_of_rows(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
+HWY_INLINE void add_values_of_keys(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
                                    float* o, int64_t o_stride) {
   if (begin >= end) return;
   constexpr int kVectors = kParts == 1 ? 4 : 1;
@@ -200,6 +218,23 @@ HWY_INLINE void add_values_of_rows(const AttentionTask& task, int64_t split, int
   for (; dim + 16 * kVectors <= task.head_dim; dim += 16 * kVectors)
     add_values<kRows, kVectors>(task, split, begin, end, p, dim, o, o_stride);
   for (; dim + 16 <= task.head_dim; dim += 16) add_values<kRows, 1>(task, split, begin, end, p, dim, o, o_stride);
+}
+
+// In blocks of keys whose values stay in the L1 cache while all dimensions pass over them, a few at a time.
+template <int kRows>
+HWY_INLINE void add_values_of_rows(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
+                                   float* o, int64_t o_stride) {
+  if (!reads_cold_cache(task)) {
+    add_values_of_keys<kRows>(task, split, begin, end, p, o, o_stride);
+    return;
+  }
+  const int64_t block = std::max<int64_t>(8, kTouchedFloats / task.head_dim);
+  for (int64_t block_end; begin < end; begin = block_end) {
+    const int64_t position = split * task.split_keys + begin;
+    block_end = std::min({begin + block, end, begin + kPageTokens - position % kPageTokens});
+    touch_rows(cache_row(task, task.values, position), (block_end - begin) * task.head_dim / 16 * 16);
+    add_values_of_keys<kRows>(task, split, begin, block_end, p, o, o_stride);
+  }
 }
 
 // partial[row] of one split, for the rows that have live keys there.

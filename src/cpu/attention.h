@@ -33,9 +33,9 @@ struct AttentionTask {
   int n_tokens = 0;
   int group = 0;                    // query heads on this KV head
   int head_dim = 0;
-  const float* keys = nullptr;      // pool of the layer: [n_pages][64][n_kv_heads][head_dim], at this KV head
+  const float* keys = nullptr;      // pool of the layer: [n_pages][n_kv_heads][64][head_dim], at this KV head
   const float* values = nullptr;
-  int64_t row_stride = 0;           // floats from one position of a page to the next: n_kv_heads · head_dim
+  int64_t page_stride = 0;          // floats from page to page: n_kv_heads · 64 · head_dim
   const int32_t* table = nullptr;   // of the sequence: [n_entries]
   int n_entries = 0;
   int64_t position = 0;             // of the first token; the others follow

@@ -58,25 +58,26 @@ struct CacheAndQueries {
     RandomStream random(static_cast<uint64_t>(s.position * 31 + s.head_dim));
     const int64_t last = s.position + s.n_tokens - 1;
     n_entries = static_cast<int>(last / kPageTokens + 1);
-    row_stride = int64_t{s.n_kv_heads} * s.head_dim;
+    page_stride = kPageTokens * int64_t{s.n_kv_heads} * s.head_dim;
     for (int i = 0; i < n_entries; ++i) table.push_back(i);
     for (size_t i = table.size(); i > 1; --i)
       std::swap(table[i - 1], table[static_cast<size_t>(random.below(static_cast<int>(i)))]);
-    const auto pool_floats = static_cast<size_t>(n_entries * kPageTokens * row_stride);
+    const auto pool_floats = static_cast<size_t>(n_entries * page_stride);
     keys.assign(pool_floats, std::numeric_limits<float>::quiet_NaN());
     values = keys;
     for (int64_t m = first_live_key(s.position, s.window); m <= last; ++m)
-      for (int64_t c = 0; c < row_stride; ++c) {
-        keys[slot(m) + static_cast<size_t>(c)] = random.between(-1, 1);
-        values[slot(m) + static_cast<size_t>(c)] = random.between(-1, 1);
-      }
+      for (int head = 0; head < s.n_kv_heads; ++head)
+        for (int64_t c = 0; c < s.head_dim; ++c) {
+          keys[slot(m, head) + static_cast<size_t>(c)] = random.between(-1, 1);
+          values[slot(m, head) + static_cast<size_t>(c)] = random.between(-1, 1);
+        }
     q_stride = int64_t{s.n_kv_heads} * s.group * s.head_dim;
     for (int64_t i = 0; i < s.n_tokens * q_stride; ++i) q.push_back(random.between(-1, 1));
     scale = 3 / std::sqrt(static_cast<float>(s.head_dim));
   }
-  size_t slot(int64_t position) const {
+  size_t slot(int64_t position, int kv_head) const {
     const int64_t page = table[static_cast<size_t>(position / kPageTokens % n_entries)];
-    return static_cast<size_t>((page * kPageTokens + position % kPageTokens) * row_stride);
+    return static_cast<size_t>(page * page_stride + (kv_head * kPageTokens + position % kPageTokens) * shape.head_dim);
   }
   AttentionTask task(int first_token, int n_tokens, int kv_head, std::vector<float>& out) const {
     AttentionTask t;
@@ -87,9 +88,9 @@ struct CacheAndQueries {
     t.n_tokens = n_tokens;
     t.group = shape.group;
     t.head_dim = shape.head_dim;
-    t.keys = keys.data() + kv_head * shape.head_dim;
-    t.values = values.data() + kv_head * shape.head_dim;
-    t.row_stride = row_stride;
+    t.keys = keys.data() + kv_head * kPageTokens * shape.head_dim;
+    t.values = values.data() + kv_head * kPageTokens * shape.head_dim;
+    t.page_stride = page_stride;
     t.table = table.data();
     t.n_entries = n_entries;
     t.position = shape.position + first_token;
@@ -130,7 +131,7 @@ struct CacheAndQueries {
 
   Shape shape;
   int n_entries = 0;
-  int64_t row_stride = 0, q_stride = 0;
+  int64_t page_stride = 0, q_stride = 0;
   std::vector<int32_t> table;
   std::vector<float> keys, values, q;
   float scale = 1;
@@ -159,7 +160,7 @@ TEST_P(AttentionTest, EqualsTheDoubleResultWithinRoundoff) {
       std::vector<double> p;
       double error = 0;
       for (int64_t m = first; m <= position; ++m) {
-        const size_t key = data.slot(m) + static_cast<size_t>(head / s.group * d);
+        const size_t key = data.slot(m, head / s.group);
         double score = 0, magnitude = 0;
         for (int64_t c = 0; c < d; ++c) {
           const auto i = static_cast<size_t>(c);
@@ -178,7 +179,7 @@ TEST_P(AttentionTest, EqualsTheDoubleResultWithinRoundoff) {
       for (int64_t c = 0; c < d; ++c) {
         double exact = 0, magnitude = 0;
         for (int64_t m = first; m <= position; ++m) {
-          const double v = data.values[data.slot(m) + static_cast<size_t>(head / s.group * d + c)];
+          const double v = data.values[data.slot(m, head / s.group) + static_cast<size_t>(c)];
           exact += p[static_cast<size_t>(m - first)] / sum * v;
           magnitude += p[static_cast<size_t>(m - first)] / sum * std::abs(v);
         }

@@ -11,11 +11,15 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/mapped_file.h"
 #include "cpu/attention.h"
 #include "cpu/dequant.h"
 #include "cpu/elementwise.h"
+#include "cpu/huge_buffer.h"
 #include "cpu/linear.h"
+#include "cpu/packed_matrix.h"
 #include "cpu/parallel.h"
+#include "cpu/read_speed.h"
 #include "cpu/simd.h"
 #include "ops/host_executor.h"
 
@@ -29,7 +33,8 @@ constexpr int64_t kValuesWorthAThread = 8192;
 
 // Floats of each scratch buffer, from the largest op that uses it.
 struct ScratchSizes {
-  int64_t packed = 0;           // tokens as products read them
+  int64_t packed = 0;           // tokens as products in f32 read them
+  int64_t quantized = 0;        // tokens as integer products read them
   int64_t panels = 0;           // a thread
   int64_t attention = 0;        // a thread
   int64_t partials = 0;         // attention splits
@@ -41,9 +46,43 @@ struct ScratchSizes {
   int64_t n_attention_tasks = 0;
 };
 
+// Which matrices are multiplied in integers: those of Linear and Experts with integer codes, a gated pair only together. The
+// router stays in f32: its choice among experts should not hang on a rounding of activations.
+class PackingPlan {
+ public:
+  PackingPlan(const Program& program, CpuPrecision precision) {
+    for (const WeightMatrix& matrix : program.weights->matrices) packs_.emplace_back(matrix.parts.size(), false);
+    if (precision == CpuPrecision::kExact) return;
+    const auto pack = [&](MatrixRef ref, bool gated) {
+      const WeightMatrix& matrix = program.matrix(ref);
+      std::vector<bool>& packs = packs_[static_cast<size_t>(ref.index)];
+      for (size_t part = 0; part < matrix.parts.size(); ++part) packs[part] = has_integer_codes(matrix.parts[part].format);
+      if (gated && !(packs[0] && packs[1])) packs[0] = packs[1] = false;
+    };
+    for (const Op& op : program.ops) {
+      if (const auto* linear = std::get_if<Linear>(&op)) pack(linear->weight, is_gated(linear->epilogue));
+      if (const auto* experts = std::get_if<Experts>(&op)) pack(experts->gate_up, true), pack(experts->down, false);
+    }
+  }
+  bool packs(size_t matrix, size_t part) const { return packs_[matrix][part]; }
+  int64_t bytes(const Program& program) const {
+    int64_t sum = 0;
+    for (size_t m = 0; m < packs_.size(); ++m)
+      for (size_t part = 0; part < packs_[m].size(); ++part)
+        if (packs_[m][part]) sum += packed_bytes(program.weights->matrices[m].parts[part]);
+    return sum;
+  }
+
+ private:
+  std::vector<std::vector<bool>> packs_;   // [matrices][parts]
+};
+
+constexpr const char* kPackedLabel = "weights, packed for integer products";
+
 class ScratchCounter {
  public:
-  ScratchCounter(const Program& program, const StepLimits& limits) : program_(program), limits_(limits) {
+  ScratchCounter(const Program& program, const StepLimits& limits, const PackingPlan& packing)
+      : program_(program), limits_(limits), packing_(packing) {
     for (const Op& op : program.ops) std::visit(*this, op);
   }
   const ScratchSizes& sizes() const { return sizes_; }
@@ -51,7 +90,7 @@ class ScratchCounter {
   void operator()(const Linear& op) {
     const RowCount count = program_.rows[static_cast<size_t>(op.x.slot)].count;
     const int n_rows = count == RowCount::kTokens ? limits_.max_tokens : limits_.max_outputs;
-    add_product(n_rows, op.x.cols, is_gated(op.epilogue));
+    add_product(op.weight, n_rows, op.x.cols, is_gated(op.epilogue));
   }
   void operator()(const Attention& op) {
     const CacheDecl& cache = program_.caches[static_cast<size_t>(op.cache)];
@@ -67,14 +106,14 @@ class ScratchCounter {
     grow(sizes_.n_attention_tasks, int64_t{limits_.max_tokens} * cache.n_kv_heads);
   }
   void operator()(const Route& op) {
-    add_product(limits_.max_tokens, op.x.cols, false);
+    add_f32_product(limits_.max_tokens, op.x.cols, false);
     grow(sizes_.route_logits, int64_t{limits_.max_tokens} * op.n_experts);
   }
   void operator()(const Experts& op) {
     const int64_t n_routes = int64_t{limits_.max_tokens} * op.top_k;
     const int64_t n_experts = program_.matrix(op.down).stack();
-    add_product(n_routes, op.x.cols, true);
-    add_product(n_routes, op.expert_dim, false);
+    add_product(op.gate_up, n_routes, op.x.cols, true);
+    add_product(op.down, n_routes, op.expert_dim, false);
     grow(sizes_.expert_hidden, n_routes * op.expert_dim);
     grow(sizes_.expert_outputs, n_routes * op.y.cols);
     grow(sizes_.expert_indices, n_experts + 1 + 2 * n_routes);
@@ -90,13 +129,24 @@ class ScratchCounter {
 
  private:
   static void grow(int64_t& size, int64_t needed) { size = std::max(size, needed); }
-  void add_product(int64_t n_tokens, int64_t cols, bool gated) {
+  void add_product(MatrixRef ref, int64_t n_tokens, int64_t cols, bool gated) {
+    for (size_t part = 0; part < program_.matrix(ref).parts.size(); ++part) {
+      if (!packing_.packs(static_cast<size_t>(ref.index), part)) {
+        add_f32_product(n_tokens, cols, gated);
+        continue;
+      }
+      grow(sizes_.quantized, QuantizedTokens::floats(n_tokens, cols));
+      if (n_tokens > kFewTokens) grow(sizes_.panels, expanded_floats(cols, gated));
+    }
+  }
+  void add_f32_product(int64_t n_tokens, int64_t cols, bool gated) {
     grow(sizes_.packed, PackedTokens::packed_floats(n_tokens, cols));
     if (n_tokens > kFewTokens) grow(sizes_.panels, panel_floats(cols, gated));
   }
 
   const Program& program_;
   const StepLimits& limits_;
+  const PackingPlan& packing_;
   ScratchSizes sizes_;
 };
 
@@ -108,6 +158,7 @@ std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
     plan.push_back({MemoryKind::kActivations, label, n_floats * static_cast<int64_t>(sizeof(float))});
   };
   add("scratch: packed tokens", sizes.packed);
+  add("scratch: quantised tokens", sizes.quantized);
   add("scratch: weight panels", whole_lines(sizes.panels) * n_threads);
   add("scratch: attention", whole_lines(sizes.attention) * n_threads);
   add("scratch: attention splits", sizes.partials);
@@ -118,20 +169,25 @@ std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
   return plan;
 }
 
-std::vector<Allocation> plan_all(const Program& program, const StepLimits& limits, int n_threads) {
+std::vector<Allocation> plan_all(const Program& program, const StepLimits& limits, int n_threads, CpuPrecision precision) {
+  const PackingPlan packing(program, precision);
   std::vector<Allocation> plan = plan_host_buffers(program, limits, sizeof(float));
-  for (Allocation& each : plan_scratch(ScratchCounter(program, limits).sizes(), n_threads))
+  plan.push_back({MemoryKind::kWeights, kPackedLabel, packing.bytes(program)});
+  for (Allocation& each : plan_scratch(ScratchCounter(program, limits, packing).sizes(), n_threads))
     plan.push_back(std::move(each));
   return plan;
 }
 
 class CpuExecutor final : public HostExecutor<float> {
  public:
-  CpuExecutor(const Program& program, const StepLimits& limits, std::shared_ptr<ThreadPool> pool)
+  CpuExecutor(const Program& program, const StepLimits& limits, std::shared_ptr<ThreadPool> pool, CpuPrecision precision)
       : HostExecutor<float>(program, limits),
         owned_pool_(std::move(pool)),
         pool_(*owned_pool_),
-        sizes_(ScratchCounter(program_, limits_).sizes()) {
+        packing_(program_, precision),
+        sizes_(ScratchCounter(program_, limits_, packing_).sizes()),
+        packed_weights_(kPackedLabel, static_cast<size_t>(packing_.bytes(program_))) {
+    pack_weights();
     for (const Allocation& each : plan_scratch(sizes_, pool_.n_threads()))
       scratch_.emplace_back(each.label, static_cast<size_t>(each.bytes));
     jobs_.reserve(static_cast<size_t>(std::max<int64_t>(sizes_.n_experts, 16)));
@@ -140,6 +196,7 @@ class CpuExecutor final : public HostExecutor<float> {
 
   std::vector<Allocation> allocations() const override {
     std::vector<Allocation> all = HostExecutor<float>::allocations();
+    all.push_back({MemoryKind::kWeights, kPackedLabel, static_cast<int64_t>(packed_weights_.bytes())});
     for (Allocation& each : plan_scratch(sizes_, pool_.n_threads())) all.push_back(std::move(each));
     return all;
   }
@@ -156,7 +213,7 @@ class CpuExecutor final : public HostExecutor<float> {
   }
 
  private:
-  enum Scratch { kPacked, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices };
+  enum Scratch { kPacked, kQuantized, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices };
   float* scratch(Scratch which) const { return scratch_[static_cast<size_t>(which)].as<float>(); }
   float* thread_scratch(Scratch which, int64_t n_floats, int thread) const {
     return scratch(which) + thread * whole_lines(n_floats);
@@ -205,13 +262,56 @@ class CpuExecutor final : public HostExecutor<float> {
       const float* rope = op.rope < 0 ? nullptr : rope_of(op.rope, t);
       for (int64_t head = 0; head < op.n_heads; ++head) finish_head(qkv + head * d, d, q_norm, rope, qkv + head * d);
       if (op.n_kv_heads == 0) return;
-      float* keys = cache_at(op.cache, CachePart::kKeys, sequence(t), position(t));
-      float* values = cache_at(op.cache, CachePart::kValues, sequence(t), position(t));
-      for (int64_t head = 0; head < op.n_kv_heads; ++head) {
-        finish_head(qkv + k_begin + head * d, d, k_norm, rope, keys + head * d);
-        finish_head(qkv + v_begin + head * d, d, v_norm, nullptr, values + head * d);
+      for (int head = 0; head < op.n_kv_heads; ++head) {
+        float* key = cache_at(op.cache, CachePart::kKeys, sequence(t), head, position(t));
+        float* value = cache_at(op.cache, CachePart::kValues, sequence(t), head, position(t));
+        finish_head(qkv + k_begin + head * d, d, k_norm, rope, key);
+        finish_head(qkv + v_begin + head * d, d, v_norm, nullptr, value);
       }
     });
+  }
+
+  // The file's pages behind packed tiles are needed no more, except for rows that are embedded: so at no time do both forms
+  // of a whole matrix take memory.
+  static void release_tiles(const HostMatrix& part, int64_t begin, int64_t end, int64_t n_tiles) {
+    const int64_t bytes = row_bytes(part.format, part.cols);
+    for (int64_t tile = begin; tile < end;) {
+      const int64_t expert = tile / n_tiles, last = std::min(end, (expert + 1) * n_tiles);
+      const int64_t row_begin = (tile - expert * n_tiles) * kTileRows;
+      const int64_t row_end = std::min((last - expert * n_tiles) * kTileRows, part.rows);
+      release_mapped_pages({part.codes + expert * part.stack_stride_bytes + row_begin * bytes,
+                            static_cast<size_t>((row_end - row_begin) * bytes)});
+      tile = last;
+    }
+  }
+
+  void pack_weights() {
+    uint8_t* to = packed_weights_.data();
+    for (size_t m = 0; m < program_.weights->matrices.size(); ++m) {
+      const WeightMatrix& matrix = program_.weights->matrices[m];
+      packed_.emplace_back(matrix.parts.size());
+      for (size_t i = 0; i < matrix.parts.size(); ++i) {
+        if (!packing_.packs(m, i)) continue;
+        const HostMatrix& part = matrix.parts[i];
+        const int64_t tile_bytes = packed_tile_bytes(part.format, part.cols), n_tiles = (part.rows + kTileRows - 1) / kTileRows;
+        packed_[m][i] = {to, tile_bytes, n_tiles};
+        constexpr int64_t kBytesWorthAThread = 1 << 20;
+        pool_.parallel_for(part.stack * n_tiles, std::max<int64_t>(1, kBytesWorthAThread / tile_bytes),
+                           [&](int64_t begin, int64_t end, int) {
+                             for (int64_t tile = begin; tile < end; ++tile)
+                               pack_tile(part, tile / n_tiles, tile % n_tiles, to + tile * tile_bytes);
+                             release_tiles(part, begin, end, n_tiles);
+                           });
+        to += part.stack * n_tiles * tile_bytes;
+      }
+    }
+    BERYL_CHECK(to == packed_weights_.data() + packed_weights_.bytes(), "all that was planned is packed");
+  }
+
+  // Null: multiplied in f32.
+  const PackedMatrix* packed(MatrixRef ref, size_t part) const {
+    const PackedMatrix& matrix = packed_[static_cast<size_t>(ref.index)][part];
+    return matrix.data == nullptr ? nullptr : &matrix;
   }
 
   // ---- products --------------------------------------------------------------------------------------------------
@@ -238,6 +338,26 @@ class CpuExecutor final : public HostExecutor<float> {
     return packed;
   }
 
+  void quantize(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const QuantizedTokens& to) {
+    const int64_t chunk = std::max<int64_t>(1, kValuesWorthAThread / to.cols);
+    pool_.parallel_for(to.n_tokens, chunk, [&](int64_t begin, int64_t end, int) {
+      quantize_tokens(x, x_stride, rows, norm, to, begin, end);
+    });
+  }
+
+  // The tokens of a product of this matrix, in the forms that its parts read.
+  void prepare_tokens(Product& product, MatrixRef ref, const float* x, int64_t x_stride, const RowNorm& norm, int64_t n_tokens,
+                      int64_t cols) {
+    bool any_packed = false, any_f32 = false;
+    for (size_t part = 0; part < program_.matrix(ref).parts.size(); ++part)
+      (packed(ref, part) != nullptr ? any_packed : any_f32) = true;
+    if (any_packed) {
+      product.quantized = QuantizedTokens::at(scratch(kQuantized), n_tokens, cols);
+      quantize(x, x_stride, nullptr, norm, product.quantized);
+    }
+    if (any_f32) product.x = pack(x, x_stride, nullptr, norm, n_tokens, cols, scratch(kPacked));
+  }
+
   // Runs and forgets all jobs.
   void run_jobs() {
     constexpr int64_t kItemsPerThread = 6;   // so that the last ones to finish do not leave the others idle for long
@@ -247,23 +367,24 @@ class CpuExecutor final : public HostExecutor<float> {
     const int64_t n_threads = pool_.n_threads();
     for (Job& job : jobs_) {
       const Product& p = job.product;
-      int64_t rows = total_rows / (n_threads * kItemsPerThread) / kRowTile * kRowTile;
-      const bool few = p.x.n_tokens <= kFewTokens;
-      rows = std::clamp<int64_t>(rows, kRowTile,
-                                 few ? kMaxItemRows : max_panel_rows(p.x.cols, p.up != nullptr));
+      const int64_t row_tile = p.row_tile();
+      int64_t rows = total_rows / (n_threads * kItemsPerThread) / row_tile * row_tile;
+      const bool few = p.has_few_tokens();
+      const int64_t most_rows = few                   ? kMaxItemRows
+                                : p.packed == nullptr ? max_panel_rows(p.x.cols, p.up != nullptr)
+                                                      : max_expanded_rows(p.quantized.cols, p.up != nullptr);
+      rows = std::clamp<int64_t>(rows, row_tile, most_rows);
       job.block_rows = rows;
       job.n_row_blocks = (job.n_rows + rows - 1) / rows;
       job.n_token_blocks = 1;
       const int64_t row_blocks_of_all = total_rows / rows + 1;
       if (!few && row_blocks_of_all < n_threads * kItemsPerThread)
-        job.n_token_blocks = std::clamp<int64_t>(p.x.n_tiles() / kTilesWorthAPanel, 1,
+        job.n_token_blocks = std::clamp<int64_t>(p.n_token_tiles() / kTilesWorthAPanel, 1,
                                                  n_threads * kItemsPerThread / row_blocks_of_all + 1);
       job.first_item = n_items;
       n_items += job.n_row_blocks * job.n_token_blocks;
     }
-    // Long matrices in longer stretches: each begins with weights that nothing has prefetched.
-    const int64_t chunk = std::max<int64_t>(1, n_items / (n_threads * 16));
-    pool_.parallel_for(n_items, chunk, [&](int64_t begin, int64_t end, int thread) {
+    pool_.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int thread) {
       float* panel = thread_scratch(kPanels, sizes_.panels, thread);
       for (int64_t item = begin; item < end; ++item) {
         const Job& job = *(std::upper_bound(jobs_.begin(), jobs_.end(), item,
@@ -271,7 +392,7 @@ class CpuExecutor final : public HostExecutor<float> {
                            1);
         const int64_t row_block = (item - job.first_item) / job.n_token_blocks;
         const int64_t token_block = (item - job.first_item) % job.n_token_blocks;
-        const int64_t n_tiles = job.product.x.n_tiles();
+        const int64_t n_tiles = job.product.n_token_tiles();
         run_product(job.product, row_block * job.block_rows, std::min((row_block + 1) * job.block_rows, job.n_rows),
                     n_tiles * token_block / job.n_token_blocks, n_tiles * (token_block + 1) / job.n_token_blocks,
                     panel);
@@ -283,8 +404,7 @@ class CpuExecutor final : public HostExecutor<float> {
   void run_op(const Linear& op) {
     const WeightMatrix& weight = program_.matrix(op.weight);
     Product product;
-    product.x = pack(row(op.x, 0), row_stride(op.x), nullptr, row_norm(op.norm), n_rows(op.x), op.x.cols,
-                     scratch(kPacked));
+    prepare_tokens(product, op.weight, row(op.x, 0), row_stride(op.x), row_norm(op.norm), n_rows(op.x), op.x.cols);
     product.epilogue = op.epilogue;
     product.softcap = op.softcap;
     product.y = row(op.y, 0);
@@ -296,10 +416,14 @@ class CpuExecutor final : public HostExecutor<float> {
     if (is_gated(op.epilogue)) {
       product.weight = &weight.parts[0];
       product.up = &weight.parts[1];
+      product.packed = packed(op.weight, 0);
+      product.packed_up = packed(op.weight, 1);
       add_job(product);
     } else {
-      for (const HostMatrix& part : weight.parts) {
+      for (size_t i = 0; i < weight.parts.size(); ++i) {
+        const HostMatrix& part = weight.parts[i];
         product.weight = &part;
+        product.packed = packed(op.weight, i);
         add_job(product);
         product.y += part.rows;
         if (product.other != nullptr) product.other += part.rows;
@@ -372,9 +496,17 @@ class CpuExecutor final : public HostExecutor<float> {
     const WeightMatrix& gate_up = program_.matrix(op.gate_up);
     const HostMatrix& down = program_.matrix(op.down).parts.front();
     const Routing routing = sort_routes(op, down.stack);
-    const auto pack_expert = [&](int64_t begin, int64_t end, const float* x, int64_t stride, const int32_t* rows,
-                                 const RowNorm& norm, int64_t cols) {
-      return pack(x, stride, rows, norm, end - begin, cols, scratch(kPacked) + begin * PackedTokens::padded(cols));
+    // Routes [begin, end): the rows of x that belong to one expert.
+    const auto prepare_expert = [&](Product& product, MatrixRef ref, int64_t begin, int64_t end, const float* x, int64_t stride,
+                                    const int32_t* rows, const RowNorm& norm, int64_t cols) {
+      product.packed = packed(ref, 0);
+      if (product.packed == nullptr) {
+        product.x = pack(x, stride, rows, norm, end - begin, cols, scratch(kPacked) + begin * PackedTokens::padded(cols));
+        return;
+      }
+      QuantizedTokens all = QuantizedTokens::at(scratch(kQuantized), n_tokens_ * op.top_k, cols);
+      product.quantized = {all.values + begin * cols, all.groups + begin * (cols / kGroupCols), end - begin, cols};
+      quantize(x, stride, rows, norm, product.quantized);
     };
     const auto for_experts = [&](const auto& body) {
       for (int64_t e = 0; e < down.stack; ++e)
@@ -384,11 +516,12 @@ class CpuExecutor final : public HostExecutor<float> {
     float* hidden = scratch(kExpertHidden);
     for_experts([&](int64_t expert, int64_t begin, int64_t end) {
       Product product;
-      product.x = pack_expert(begin, end, row(op.x, 0), row_stride(op.x), routing.token_of_route + begin,
-                              row_norm(op.norm), op.x.cols);
+      prepare_expert(product, op.gate_up, begin, end, row(op.x, 0), row_stride(op.x), routing.token_of_route + begin,
+                     row_norm(op.norm), op.x.cols);
       product.expert = expert;
       product.weight = &gate_up.parts[0];
       product.up = &gate_up.parts[1];
+      product.packed_up = packed(op.gate_up, 1);
       product.epilogue = Epilogue::kGatedGelu;
       product.y = hidden + begin * op.expert_dim;
       product.y_stride = op.expert_dim;
@@ -398,8 +531,8 @@ class CpuExecutor final : public HostExecutor<float> {
     float* outputs = scratch(kExpertOutputs);
     for_experts([&](int64_t expert, int64_t begin, int64_t end) {
       Product product;
-      product.x = pack_expert(begin, end, hidden + begin * op.expert_dim, op.expert_dim, nullptr, RowNorm{},
-                              op.expert_dim);
+      prepare_expert(product, op.down, begin, end, hidden + begin * op.expert_dim, op.expert_dim, nullptr, RowNorm{},
+                     op.expert_dim);
       product.expert = expert;
       product.weight = &down;
       product.y = outputs + begin * op.y.cols;
@@ -434,7 +567,7 @@ class CpuExecutor final : public HostExecutor<float> {
       task.out_stride = row_stride(op.out);
       task.group = group;
       task.head_dim = cache.head_dim;
-      task.row_stride = cache_row_values(op.cache);
+      task.page_stride = kPageTokens * cache_row_values(op.cache);
       task.table = page_table(cache.group, sequence(begin));
       task.n_entries = limits_.n_entries[static_cast<size_t>(cache.group)];
       task.position = position(begin);
@@ -442,12 +575,12 @@ class CpuExecutor final : public HostExecutor<float> {
       task.split_keys = split_keys(task.position, window);
       task.scale = op.scale;
       task.softcap = op.softcap;
-      for (int64_t kv_head = 0; kv_head < cache.n_kv_heads; ++kv_head) {
-        const int64_t q_offset = kv_head * group * cache.head_dim;
+      for (int kv_head = 0; kv_head < cache.n_kv_heads; ++kv_head) {
+        const int64_t q_offset = int64_t{kv_head} * group * cache.head_dim;
         task.q = row(op.q, begin) + q_offset;
         task.out = row(op.out, begin) + q_offset;
-        task.keys = cache_row(op.cache, CachePart::kKeys, 0, 0) + kv_head * cache.head_dim;
-        task.values = cache_row(op.cache, CachePart::kValues, 0, 0) + kv_head * cache.head_dim;
+        task.keys = cache_row(op.cache, CachePart::kKeys, 0, kv_head, 0);
+        task.values = cache_row(op.cache, CachePart::kValues, 0, kv_head, 0);
         tasks_.push_back(task);
       }
       begin = end;
@@ -495,7 +628,10 @@ class CpuExecutor final : public HostExecutor<float> {
 
   const std::shared_ptr<ThreadPool> owned_pool_;   // shared with the backend, which may end first
   ThreadPool& pool_;
+  const PackingPlan packing_;
   const ScratchSizes sizes_;
+  const HugeBuffer packed_weights_;
+  std::vector<std::vector<PackedMatrix>> packed_;   // [matrices][parts]
   std::vector<GuardedBuffer> scratch_;   // in the order of enum Scratch
   std::vector<Job> jobs_;                // of the op that runs; capacity set at the start
   std::vector<AttentionTask> tasks_;
@@ -503,25 +639,34 @@ class CpuExecutor final : public HostExecutor<float> {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int n_threads) : pool_(std::make_shared<ThreadPool>(n_threads)) {}
-  std::string_view name() const override { return "cpu"; }
+  CpuBackend(int n_threads, CpuPrecision precision)
+      : pool_(std::make_shared<ThreadPool>(n_threads)), precision_(precision) {}
+  std::string_view name() const override { return precision_ == CpuPrecision::kExact ? "cpu-exact" : "cpu"; }
   std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const override {
-    return plan_all(program, limits, pool_->n_threads());
+    return plan_all(program, limits, pool_->n_threads(), precision_);
   }
   std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
     check_shapes(program);
-    return std::make_unique<CpuExecutor>(program, limits, pool_);
+    return std::make_unique<CpuExecutor>(program, limits, pool_, precision_);
+  }
+  double read_ceiling() override {
+    constexpr int64_t kBytes = 512 << 20;
+    constexpr int kPasses = 5;
+    std::vector<double> speeds = measure_read_speed(pool_->n_threads(), kBytes, kPasses);
+    std::nth_element(speeds.begin(), speeds.begin() + kPasses / 2, speeds.end());
+    return speeds[kPasses / 2];
   }
 
  private:
   std::shared_ptr<ThreadPool> pool_;
+  CpuPrecision precision_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> make_cpu_backend(int n_threads) {
+std::unique_ptr<Backend> make_cpu_backend(int n_threads, CpuPrecision precision) {
   choose_cpu_target_from_environment();
-  return std::make_unique<CpuBackend>(n_threads);
+  return std::make_unique<CpuBackend>(n_threads, precision);
 }
 
 }  // namespace beryl

@@ -1,14 +1,20 @@
-// The fast host backend: f32 activations and sums, parallel over rows, heads and tokens, vectorised by Highway with the
-// instruction set chosen at run time. Weights are read where they lie in the mapped file.
+// The fast host backend: parallel over rows, heads and tokens, vectorised with the instruction set chosen at run time.
+//
+// Matrices of 4- to 8-bit codes are packed when a program is prepared (packed_matrix.h) and multiplied in integers with
+// activations of 8 bits a group of 32 (integer_dot.h); all else is f32, and float weights are read in the mapped file.
+// With kExact nothing is packed: all products have f32 activations and read the file's blocks.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "ops/backend.h"
 
 namespace beryl {
 
+enum class CpuPrecision : uint8_t { kFast, kExact };
+
 // n_threads 0: one a physical core that the process may use.
-std::unique_ptr<Backend> make_cpu_backend(int n_threads);
+std::unique_ptr<Backend> make_cpu_backend(int n_threads, CpuPrecision precision = CpuPrecision::kFast);
 
 }  // namespace beryl

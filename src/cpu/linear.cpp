@@ -1,6 +1,8 @@
 #include "cpu/linear.h"
 
 #include <algorithm>
+#include <bit>
+#include <limits>
 
 #include "base/error.h"
 #include "cpu/matrix_view.h"
@@ -33,6 +35,60 @@ void pack(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& 
       float* to = packed.tile(tile) + 16 * t;
       for (int64_t c = 0; c < padded; c += 16, to += 16 * n_tokens)
         store16(c < cols ? normed16(from, c, cols, norm, factor) : zero16(), to);
+    }
+  }
+}
+
+// Bit patterns of |x| order as the numbers do, with infinities and NaNs on top.
+HWY_INLINE IntPart magnitude_bits(const Vec16& a, const Vec16& b) {
+  const IntTag di;
+  const auto mask = hn::Set(di, 0x7fffffff);
+  IntPart most = hn::Zero(di);
+  for (size_t p = 0; p < kParts; ++p) {
+    most = hn::Max(most, hn::And(hn::BitCast(di, a.part[p]), mask));
+    most = hn::Max(most, hn::And(hn::BitCast(di, b.part[p]), mask));
+  }
+  return most;
+}
+
+// q of sixteen columns, and their sum.
+HWY_INLINE int32_t quantize16(const Vec16& v, float inverse, uint8_t flip, int8_t* to) {
+  const IntTag di;
+  const hn::Rebind<int8_t, IntTag> d8;
+  IntPart sums = hn::Zero(di);
+  for (size_t p = 0; p < kParts; ++p) {
+    const IntPart q = hn::NearestInt(hn::Mul(v.part[p], hn::Set(FloatTag(), inverse)));
+    sums = hn::Add(sums, q);
+    hn::StoreU(hn::Xor(hn::DemoteTo(d8, q), hn::Set(d8, static_cast<int8_t>(flip))), d8, to + p * kPartLanes);
+  }
+  return hn::GetLane(hn::SumOfLanes(di, sums));
+}
+
+// q + 128 where `flip` is 128.
+void quantize(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const QuantizedTokens& tokens,
+              uint8_t flip, int64_t begin, int64_t end) {
+  const int64_t cols = tokens.cols, n_groups = cols / kGroupCols;
+  for (int64_t t = begin; t < end; ++t) {
+    const float* from = x + (rows == nullptr ? t : rows[t]) * x_stride;
+    const float factor = norm_factor(from, cols, norm);
+    for (int64_t g = 0; g < n_groups; ++g) {
+      const int64_t c = g * kGroupCols;
+      const Vec16 low = normed16(from, c, cols, norm, factor), high = normed16(from, c + 16, cols, norm, factor);
+      const auto bits = static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(IntTag(), magnitude_bits(low, high))));
+      const float largest = std::bit_cast<float>(bits);
+      ActivationGroup& group = tokens.groups[t * n_groups + g];
+      int8_t* to = tokens.values + t * cols + c;
+      if (!(largest > 0x1p-100f) || bits >= 0x7f800000u) {
+        std::memset(to, flip, kGroupCols);
+        const float scale = bits >= 0x7f800000u ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+        group = {scale, scale, 0, 0};
+        continue;
+      }
+      const float inverse = 127.0f / largest;
+      group.scale = largest / 127.0f;
+      group.low_sum = quantize16(low, inverse, flip, to);
+      group.high_sum = quantize16(high, inverse, flip, to + 16);
+      group.scaled_sum = group.scale * static_cast<float>(group.low_sum + group.high_sum);
     }
   }
 }
@@ -197,6 +253,40 @@ void run(const Product& product, int64_t row_begin, int64_t row_end, int64_t til
   }
 }
 
+// The same for packed weights. The integer kernels are compiled apart (integer_*.cpp).
+void run_packed(const Product& product, const IntegerKernels& kernels, int64_t row_begin, int64_t row_end,
+                int64_t tile_begin, int64_t tile_end, uint8_t* panel) {
+  alignas(64) float z[2][kQuantizedTokenTile * kMaxItemRows];
+  const QuantizedTokens& x = product.quantized;
+  const int n_parts = product.up == nullptr ? 1 : 2;
+  const HostMatrix* weights[2] = {product.weight, product.up};
+  const PackedMatrix* packed[2] = {product.packed, product.packed_up};
+  const int64_t n_rows = row_end - row_begin, first_tile = row_begin / kTileRows;
+  const int64_t n_tiles = (n_rows + kTileRows - 1) / kTileRows;
+  if (product.has_few_tokens()) {
+    const int n_tokens = static_cast<int>(x.n_tokens);
+    for (int part = 0; part < n_parts; ++part)
+      for (int64_t i = 0; i < n_tiles; ++i)
+        kernels.multiply_few(weights[part]->format, packed[part]->tile(product.expert, first_tile + i), x, 0, n_tokens,
+                             z[part] + i * kTileRows, kMaxItemRows);
+    return finish(product, row_begin, n_rows, 0, n_tokens, z[0], z[1]);
+  }
+  const int64_t expanded_bytes = expanded_tile_bytes(x.cols);
+  const auto expanded = [&](int part, int64_t i) { return panel + (part * n_tiles + i) * expanded_bytes; };
+  for (int part = 0; part < n_parts; ++part)
+    for (int64_t i = 0; i < n_tiles; ++i)
+      kernels.expand(weights[part]->format, packed[part]->tile(product.expert, first_tile + i), x.cols, expanded(part, i));
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int64_t first_token = tile * kQuantizedTokenTile;
+    const int n_tokens = static_cast<int>(std::min<int64_t>(kQuantizedTokenTile, x.n_tokens - first_token));
+    for (int part = 0; part < n_parts; ++part)
+      for (int64_t i = 0; i < n_tiles; ++i)
+        kernels.multiply_many(weights[part]->format, expanded(part, i), x, first_token, n_tokens, z[part] + i * kTileRows,
+                              kMaxItemRows);
+    finish(product, row_begin, n_rows, first_token, n_tokens, z[0], z[1]);
+  }
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace beryl
 HWY_AFTER_NAMESPACE();
@@ -208,15 +298,28 @@ namespace {
 
 // 512 KB: half of the L2 cache of a core; what it must at least hold is one tile of rows of each part.
 constexpr int64_t kPanelFloats = 128 * 1024;
+// A quarter of the L2 cache: the tokens of a packed product want room beside it.
+constexpr int64_t kExpandedBytes = 256 * 1024;
 
 }  // namespace
 
 HWY_EXPORT(pack);
+HWY_EXPORT(quantize);
 HWY_EXPORT(run);
+HWY_EXPORT(run_packed);
 
 int64_t max_panel_rows(int64_t cols, bool gated) {
   const int64_t row_floats = PackedTokens::padded(cols) * (gated ? 2 : 1);
   return std::clamp<int64_t>(kPanelFloats / row_floats / kRowTile * kRowTile, kRowTile, kMaxItemRows);
+}
+
+int64_t max_expanded_rows(int64_t cols, bool gated) {
+  const int64_t tile_bytes = expanded_tile_bytes(cols) * (gated ? 2 : 1);
+  return std::clamp<int64_t>(kExpandedBytes / tile_bytes * kTileRows, kTileRows, kMaxItemRows);
+}
+
+int64_t expanded_floats(int64_t cols, bool gated) {
+  return max_expanded_rows(cols, gated) / kTileRows * expanded_tile_bytes(cols) * (gated ? 2 : 1) / 4;
 }
 
 int64_t panel_floats(int64_t cols, bool gated) {
@@ -228,9 +331,20 @@ void pack_tokens(const float* x, int64_t x_stride, const int32_t* rows, const Ro
   HWY_DYNAMIC_DISPATCH(pack)(x, x_stride, rows, norm, packed, tile_begin, tile_end);
 }
 
+void quantize_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const QuantizedTokens& to,
+                     int64_t begin, int64_t end) {
+  const bool is_unsigned = to.n_tokens > kFewQuantizedTokens && integer_kernels().unsigned_tokens;
+  HWY_DYNAMIC_DISPATCH(quantize)(x, x_stride, rows, norm, to, is_unsigned ? 128 : 0, begin, end);
+}
+
 void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
                  float* panel) {
   BERYL_CHECK(row_end - row_begin <= kMaxItemRows, "rows of one item");
+  if (product.packed != nullptr) {
+    BERYL_CHECK(row_begin % kTileRows == 0, "packed rows come in whole tiles");
+    return HWY_DYNAMIC_DISPATCH(run_packed)(product, integer_kernels(), row_begin, row_end, tile_begin, tile_end,
+                                            reinterpret_cast<uint8_t*>(panel));
+  }
   HWY_DYNAMIC_DISPATCH(run)(product, row_begin, row_end, tile_begin, tile_end, panel);
 }
 

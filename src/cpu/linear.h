@@ -6,10 +6,16 @@
 //   more tokens                  a panel of rows is decoded once to f32, sized for the L2 cache; then tiles of 4 rows x
 //                                6 tokens run over it from registers
 // So a token's result depends neither on the other tokens nor on how rows and tokens are shared among threads.
+//
+// Matrices of integer codes that were packed (packed_matrix.h) are multiplied in integers instead, with activations of
+// 8 bits: integer_dot.h says what the result is. Few tokens decode codes in registers, more tokens share expanded tiles;
+// the same bits again.
 #pragma once
 
 #include <cstdint>
 
+#include "cpu/integer_dot.h"
+#include "cpu/packed_matrix.h"
 #include "cpu/row_norm.h"
 #include "ops/op.h"
 #include "weights/host_matrix.h"
@@ -42,27 +48,44 @@ struct PackedTokens {
 void pack_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const PackedTokens& packed,
                  int64_t tile_begin, int64_t tile_end);
 
+// Norms and quantises the tokens [begin, end), in the form that products of x.n_tokens tokens take. Token i as above.
+void quantize_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const QuantizedTokens& to,
+                     int64_t begin, int64_t end);
+
 // One part of a Linear, or the two parts of a gated one.
 struct Product {
   const HostMatrix* weight = nullptr;
   const HostMatrix* up = nullptr;   // gated epilogues: `weight` is the gate
+  const PackedMatrix* packed = nullptr;     // of weight; null: multiply in f32
+  const PackedMatrix* packed_up = nullptr;  // of up, packed just where weight is
   int64_t expert = 0;
-  PackedTokens x;
+  PackedTokens x;                           // not packed: the tokens
+  QuantizedTokens quantized;                // packed: the tokens
   Epilogue epilogue = Epilogue::kStore;
   float softcap = 0;
   float* y = nullptr;               // [n_tokens][rows], rows y_stride apart
   int64_t y_stride = 0;
   const float* other = nullptr;     // kGeluTimesOther, like y
   int64_t other_stride = 0;
+
+  int64_t n_tokens() const { return packed == nullptr ? x.n_tokens : quantized.n_tokens; }
+  int token_tile() const { return packed == nullptr ? kTokenTile : kQuantizedTokenTile; }
+  int64_t n_token_tiles() const { return (n_tokens() + token_tile() - 1) / token_tile(); }
+  int row_tile() const { return packed == nullptr ? kRowTile : kTileRows; }
+  bool has_few_tokens() const { return n_tokens() <= kFewTokens; }
 };
+static_assert(kFewTokens == kFewQuantizedTokens && kMaxItemRows % kTileRows == 0);
 
 // Most rows that one call of run_product may take: what fits a panel.
 int64_t max_panel_rows(int64_t cols, bool gated);
+int64_t max_expanded_rows(int64_t cols, bool gated);    // of packed products
 // Floats of the panel that each thread brings along, 64-byte aligned.
 int64_t panel_floats(int64_t cols, bool gated);
+int64_t expanded_floats(int64_t cols, bool gated);
 
 // Rows [row_begin, row_end) of y for the tokens of tiles [tile_begin, tile_end). At most kMaxItemRows rows, and where
-// n_tokens > kFewTokens at most max_panel_rows. panel is not used when n_tokens <= kFewTokens.
+// n_tokens > kFewTokens at most max_panel_rows (max_expanded_rows). Of packed products row_begin is a multiple of
+// kTileRows. panel is not used when n_tokens <= kFewTokens.
 void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
                  float* panel);
 

@@ -103,8 +103,8 @@ int usable_cores() {
   return std::max(n_cores, 1);
 }
 
-ThreadPool::ThreadPool(int n_threads) {
-  if (n_threads <= 0) n_threads = usable_cores();
+ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads > 0 ? n_threads : usable_cores())) {
+  n_threads = static_cast<int>(stretches_.size());
   workers_.reserve(static_cast<size_t>(n_threads - 1));
   for (int thread = 1; thread < n_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
 }
@@ -129,7 +129,12 @@ void ThreadPool::run(int64_t n_items, int64_t chunk, void* body, Call call) {
   call_ = call;
   n_items_ = n_items;
   chunk_ = chunk;
-  next_item_.store(0, std::memory_order_relaxed);
+  const int64_t n_chunks = (n_items + chunk - 1) / chunk, n = n_threads();
+  for (int64_t i = 0; i < n; ++i) {
+    Stretch& stretch = stretches_[static_cast<size_t>(i)];
+    stretch.next.store(n_chunks * i / n * chunk, std::memory_order_relaxed);
+    stretch.end = std::min(n_chunks * (i + 1) / n * chunk, n_items);
+  }
   const uint64_t epoch = (state_.load(std::memory_order_relaxed) >> kEpochShift) + 1;
   // Sequentially consistent with the count of sleepers: either the worker sees the new loop before it sleeps, or this
   // thread sees that it sleeps.
@@ -156,15 +161,20 @@ void ThreadPool::run(int64_t n_items, int64_t chunk, void* body, Call call) {
 }
 
 void ThreadPool::take_items(int thread) noexcept {
-  for (;;) {
-    const int64_t begin = next_item_.fetch_add(chunk_, std::memory_order_relaxed);
-    if (begin >= n_items_) return;
-    try {
-      call_(body_, begin, std::min(begin + chunk_, n_items_), thread);
-    } catch (...) {
-      const std::lock_guard lock(mutex_);
-      if (!error_) error_ = std::current_exception();
-      next_item_.store(n_items_, std::memory_order_relaxed);
+  const int n = n_threads();
+  for (int i = 0; i < n; ++i) {
+    Stretch& stretch = stretches_[static_cast<size_t>((thread + i) % n)];
+    for (;;) {
+      if (stretch.next.load(std::memory_order_relaxed) >= stretch.end) break;
+      const int64_t begin = stretch.next.fetch_add(chunk_, std::memory_order_relaxed);
+      if (begin >= stretch.end) break;
+      try {
+        call_(body_, begin, std::min(begin + chunk_, stretch.end), thread);
+      } catch (...) {
+        const std::lock_guard lock(mutex_);
+        if (!error_) error_ = std::current_exception();
+        for (Stretch& each : stretches_) each.next.store(each.end, std::memory_order_relaxed);
+      }
     }
   }
 }

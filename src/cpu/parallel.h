@@ -2,10 +2,11 @@
 //
 // An op lasts from a few µs to a few ms and there are some hundred of them in a token, so a dispatch must cost little
 // more than a cache miss: workers spin for a short while after a loop and only then sleep; the calling thread takes
-// part; a worker that is still waking up is not waited for, because items are handed out one by one and the caller
-// finishes those that nobody took. When nothing runs, all workers sleep and use no CPU.
+// part; a worker that is still waking up is not waited for, because items are handed out one by one and the others
+// finish those that nobody took. When nothing runs, all workers sleep and use no CPU.
 //
-// Which thread computes an item is a matter of chance: an item's result must not depend on it.
+// Each thread begins with a stretch of items of its own, so that it reads the memory behind them as one stream, and then
+// helps the others with theirs. Which thread computes an item is a matter of chance: its result must not depend on it.
 #pragma once
 
 #include <atomic>
@@ -58,7 +59,12 @@ class ThreadPool {
   int64_t n_items_ = 0;
   int64_t chunk_ = 1;
   std::exception_ptr error_;           // guarded by mutex_
-  alignas(64) std::atomic<int64_t> next_item_{0};
+  // A thread's stretch: items [next, end) are still to be taken, by whomever.
+  struct alignas(64) Stretch {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<Stretch> stretches_;     // [n_threads]
   alignas(64) std::atomic<int> n_sleeping_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <iterator>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <hwy/highway.h>
 
 #include "base/error.h"
+#include "cpu/integer_dot.h"
 
 namespace beryl {
 
@@ -16,9 +18,20 @@ namespace {
 
 struct Target {
   const char* name;
-  int64_t bit;
+  int64_t bit;                      // Highway's
+  bool vnni;
+  const IntegerKernels* integer;
 };
-constexpr Target kTargets[] = {{"avx512", HWY_AVX3}, {"avx2", HWY_AVX2}, {"sse4", HWY_SSE4}, {"neon", HWY_NEON}};
+#if defined(__x86_64__)
+constexpr Target kTargets[] = {{"avx512vnni", HWY_AVX3, true, &kAvx512VnniIntegerKernels},
+                               {"avx512", HWY_AVX3, false, &kAvx512IntegerKernels},
+                               {"avx2", HWY_AVX2, false, &kAvx2IntegerKernels},
+                               {"sse4", HWY_SSE4, false, &kPortableIntegerKernels}};
+#else
+constexpr Target kTargets[] = {{"neon", HWY_NEON, false, &kPortableIntegerKernels}};
+#endif
+
+const Target* chosen = nullptr;     // null: the best
 
 void use(int64_t targets) {
   hwy::SetSupportedTargetsForTest(targets);
@@ -31,28 +44,53 @@ int64_t processor_targets() {
   return targets;
 }
 
+bool has(const Target& target) {
+  if ((processor_targets() & target.bit) == 0) return false;
+#if defined(__x86_64__)
+  if (target.vnni) return __builtin_cpu_supports("avx512vnni") != 0;
+#endif
+  return true;
+}
+
+const Target* current() {
+  if (chosen != nullptr) return chosen;
+  static const Target* const best = [] {
+    const auto* const found = std::find_if(std::begin(kTargets), std::end(kTargets), has);
+    return found == std::end(kTargets) ? nullptr : found;
+  }();
+  return best;
+}
+
 }  // namespace
 
 std::vector<std::string> cpu_targets() {
   std::vector<std::string> names;
   for (const Target& target : kTargets)
-    if ((processor_targets() & target.bit) != 0) names.emplace_back(target.name);
+    if (has(target)) names.emplace_back(target.name);
   return names;
 }
 
 std::string cpu_target() {
-  processor_targets();
-  const int64_t supported = hwy::SupportedTargets() & (HWY_TARGETS);
-  for (const Target& target : kTargets)
-    if ((supported & target.bit) != 0) return target.name;
-  return "none";
+  const Target* const target = current();
+  return target == nullptr ? "none" : target->name;
+}
+
+const IntegerKernels& integer_kernels() {
+  const Target* const target = current();
+  return target == nullptr ? kPortableIntegerKernels : *target->integer;
 }
 
 void choose_cpu_target(const std::string& name) {
   processor_targets();
-  if (name.empty()) return use(0);
+  if (name.empty()) {
+    chosen = nullptr;
+    return use(0);
+  }
   for (const Target& target : kTargets)
-    if (name == target.name && (processor_targets() & target.bit) != 0) return use(target.bit);
+    if (name == target.name && has(target)) {
+      chosen = &target;
+      return use(target.bit);
+    }
   throw Error(ErrorCode::kBadInput,
               fmt::format("CPU target '{}': this processor has {}", name, fmt::join(cpu_targets(), ", ")));
 }

@@ -1,7 +1,8 @@
 // Which instruction sets the CPU kernels are compiled for, and the choice among them at run time.
 //
 // Include this before any Highway header. Every kernel file is compiled once for each of SSE4, AVX2 (with FMA) and
-// AVX-512 on x86-64, and for NEON on 64-bit ARM; the best one that the processor has runs. Results are the same bits on
+// AVX-512 on x86-64, and for NEON on 64-bit ARM; the best one that the processor has runs. (The integer kernels have
+// files of their own: integer_dot.h.) Results are the same bits on
 // all targets that have a fused multiply-add; SSE4 has none and rounds each product, so its last bits differ.
 #pragma once
 
@@ -15,7 +16,8 @@
 
 namespace beryl {
 
-// Names, best first: "avx512", "avx2", "sse4", "neon"; only those that this processor has.
+// Names, best first: "avx512vnni", "avx512", "avx2", "sse4", "neon"; only those that this processor has. The first two
+// differ in the integer kernels alone.
 std::vector<std::string> cpu_targets();
 // The one that kernels run on now.
 std::string cpu_target();

@@ -100,12 +100,18 @@ class HostExecutor : public Executor {
     for (int64_t i = 0; i < n_rows * whole(slot).cols; ++i) to[i] = static_cast<Real>(values[i]);
   }
   void read_cache(int cache, CachePart part, int page, int row, float* out) override {
-    const Real* from = cache_row(cache, part, page, row);
-    for (int64_t i = 0; i < cache_row_values(cache); ++i) out[i] = static_cast<float>(from[i]);
+    const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+    for (int head = 0; head < decl.n_kv_heads; ++head, out += decl.head_dim) {
+      const Real* from = cache_row(cache, part, page, head, row);
+      for (int i = 0; i < decl.head_dim; ++i) out[i] = static_cast<float>(from[i]);
+    }
   }
   void write_cache(int cache, CachePart part, int page, int row, const float* values) override {
-    Real* to = cache_row(cache, part, page, row);
-    for (int64_t i = 0; i < cache_row_values(cache); ++i) to[i] = static_cast<Real>(values[i]);
+    const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+    for (int head = 0; head < decl.n_kv_heads; ++head, values += decl.head_dim) {
+      Real* to = cache_row(cache, part, page, head, row);
+      for (int i = 0; i < decl.head_dim; ++i) to[i] = static_cast<Real>(values[i]);
+    }
   }
   std::vector<Allocation> allocations() const override { return plan_; }
   int cache_element_bytes() const override { return sizeof(Real); }
@@ -137,21 +143,23 @@ class HostExecutor : public Executor {
   int32_t sequence(int64_t token) const { return sequences_.as<int32_t>()[token]; }
   int32_t output_row(int64_t index) const { return output_rows_.as<int32_t>()[index]; }
 
-  // [n_kv_heads][head_dim] of a position of the token's sequence, through the page table.
-  Real* cache_at(int cache, CachePart part, int32_t sequence, int64_t position) const {
+  // Pools lie as [n_pages][n_kv_heads][kPageTokens][head_dim]: attention reads a head's part of a page as one stream.
+  // [head_dim] of a KV head at a position of the token's sequence, through the page table.
+  Real* cache_at(int cache, CachePart part, int32_t sequence, int head, int64_t position) const {
     const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
     const int n_entries = limits_.n_entries[static_cast<size_t>(decl.group)];
-    return cache_row(cache, part, page_table(decl.group, sequence)[(position / kPageTokens) % n_entries],
+    return cache_row(cache, part, page_table(decl.group, sequence)[(position / kPageTokens) % n_entries], head,
                      static_cast<int>(position % kPageTokens));
   }
   const int32_t* page_table(int group, int32_t sequence) const {  // [n_entries]
     const auto index = static_cast<size_t>(group);
     return tables_[index].as<int32_t>() + int64_t{sequence} * limits_.n_entries[index];
   }
-  Real* cache_row(int cache, CachePart part, int page, int row) const {
+  Real* cache_row(int cache, CachePart part, int page, int head, int row) const {
     const auto& buffers = part == CachePart::kKeys ? keys_ : values_;
+    const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
     return buffers[static_cast<size_t>(cache)].template as<Real>() +
-           (int64_t{page} * kPageTokens + row) * cache_row_values(cache);
+           ((int64_t{page} * decl.n_kv_heads + head) * kPageTokens + row) * decl.head_dim;
   }
   int64_t cache_row_values(int cache) const {
     const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
@@ -220,8 +228,8 @@ class HostExecutor : public Executor {
         if (program_.caches[cache].group != copy.group) continue;
         const auto bytes = static_cast<size_t>(kPageTokens * cache_row_values(static_cast<int>(cache))) * sizeof(Real);
         for (CachePart part : {CachePart::kKeys, CachePart::kValues})
-          std::memcpy(cache_row(static_cast<int>(cache), part, copy.to, 0),
-                      cache_row(static_cast<int>(cache), part, copy.from, 0), bytes);
+          std::memcpy(cache_row(static_cast<int>(cache), part, copy.to, 0, 0),
+                      cache_row(static_cast<int>(cache), part, copy.from, 0, 0), bytes);
       }
   }
 

@@ -76,13 +76,15 @@ double gelu(double z) {                      // z · sigmoid(2 w), w = sqrt(2/π
 
 double silu(double z) { return z / (1 + std::exp(-z)); }
 
+constexpr size_t kIntegerGroup = 32;
+
 class Expecter {
  public:
   Expecter(const CaseData& data, const StepLimits& limits, const StepInput& input,
            const std::vector<std::vector<float>>& rows, const CacheImage& cache, const Tolerance& tolerance)
       : data_(data), program_(data.program), limits_(limits), input_(input), rows_(rows), cache_(cache),
         u_activation_(tolerance.activation_roundoff), u_cache_(tolerance.cache_roundoff),
-        u_sum_(tolerance.accumulate_roundoff), fixed_point_(tolerance.operand_fixed_point),
+        u_sum_(tolerance.accumulate_roundoff), fixed_point_(tolerance.operand_fixed_point), integer_step_(tolerance.integer_step),
         u_weight_(tolerance.weight_roundoff), exact_rows_(tolerance.exact_rows) {
     // Of gelu, silu and their kind, relative to the argument: a few roundings, and where activations are coarse a
     // hardware approximation that is still finer than they are.
@@ -274,7 +276,7 @@ class Expecter {
   }
 
   Expected operator()(const Route& op) {
-    Product z = product(op.weight, 0, 0, operand(op.x, op.norm), input_.n_tokens());
+    Product z = product(op.weight, 0, 0, operand(op.x, op.norm), input_.n_tokens(), false, false);
     ExpectedRoutes routes{op.routes, op.n_experts, op.top_k, std::move(z.values), std::move(z.errors), {}, 0};
     for (int expert = 0; expert < op.n_experts; ++expert)
       routes.scales.push_back(op.expert_scale.present()
@@ -424,13 +426,21 @@ class Expecter {
     return h;
   }
 
-  Product product(MatrixRef ref, size_t part, int64_t expert, const Operand& h, int64_t count, bool is_prompt = false) const {
+  // may_be_integer: a backend may multiply integer codes with x in integers.
+  Product product(MatrixRef ref, size_t part, int64_t expert, const Operand& h, int64_t count, bool is_prompt = false,
+                  bool may_be_integer = true) const {
     const HostMatrix& matrix = program_.matrix(ref).parts[part];
     const auto cols = static_cast<size_t>(matrix.cols), rows = static_cast<size_t>(matrix.rows);
     // A product's own roundings: code times scale, plus min, times x.
     const double relative = 4 * u_sum_ + narrowing(matrix.format) + (is_prompt ? (matrix.format == Format::kBf16 ? 0x1p-8 : 2 * 0x1p-11) : 0);
     Values uncertain(h.values.size());
     for (size_t i = 0; i < uncertain.size(); ++i) uncertain[i] = h.errors[i] + relative * std::abs(h.values[i]);
+    if (may_be_integer && integer_step_ > 0 && has_integer_codes(matrix.format))
+      for (size_t begin = 0; begin < uncertain.size(); begin += kIntegerGroup) {   // such rows are whole groups
+        double largest = 0;
+        for (size_t i = begin; i < begin + kIntegerGroup; ++i) largest = std::max(largest, std::abs(h.values[i]));
+        for (size_t i = begin; i < begin + kIntegerGroup; ++i) uncertain[i] += integer_step_ * largest;
+      }
     Product result{Values(static_cast<size_t>(count) * rows), Values(static_cast<size_t>(count) * rows)};
     Values weights(cols), magnitudes(cols);
     for (size_t r = 0; r < rows; ++r) {
@@ -531,7 +541,7 @@ class Expecter {
   const StepInput& input_;
   const std::vector<std::vector<float>>& rows_;
   const CacheImage& cache_;
-  double u_activation_, u_cache_, u_sum_, fixed_point_, u_weight_, u_function_;
+  double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_weight_, u_function_;
   int exact_rows_;
 };
 

@@ -779,6 +779,8 @@ CaseOptions options_for(std::string_view backend_name, CacheType cache_type) {
         cache_type == CacheType::kF32 ? 0x1p-24 : cache_type == CacheType::kFp8 ? 0x1p-4 : 0x1p-8;
     options.independent_rows = 8;
   }
+  // Integers of 8 bits, and a little for the two roundings on the way to one.
+  if (backend_name == "cpu") options.tolerance.integer_step = (1.0 + 0x1p-12) / 254;
   return options;
 }
 

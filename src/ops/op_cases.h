@@ -29,6 +29,8 @@ struct Tolerance {
   double cache_roundoff = 0x1p-24;        // keys and values when stored
   double accumulate_roundoff = 0x1p-24;   // sums, functions, kResidual and kLogits rows
   double operand_fixed_point = 0;         // half a step of x in fixed point, relative to the row's largest |x|
+  double integer_step = 0;                // half a step of x in products with integer codes (Linear and Experts), relative to
+                                          // the largest |x| of its 32 columns
   double weight_roundoff = 0;             // f32 and f16 matrices that the backend keeps in a narrower type
   // Linear with more rows than this rounds x and weights to f16, where weights are BF16 x to bf16.
   int exact_rows = INT_MAX;

@@ -66,9 +66,9 @@ class CpuOps : public testing::TestWithParam<size_t> {
 };
 
 // On every instruction set that this processor has; those with fused multiply-add give the same bits.
-TEST_P(CpuOps, AreWithinTheBound) {
-  const OpCase& op_case = cases()[GetParam()];
-  const std::unique_ptr<Backend> backend = make_cpu_backend(2);
+void expect_within_the_bound(const OpCase& op_case, CpuPrecision precision) {
+  const std::unique_ptr<Backend> backend = make_cpu_backend(2, precision);
+  const CaseOptions options = options_for(backend->name());
   std::vector<uint32_t> fused_bits;
   for (const std::string& target : cpu_targets()) {
     choose_cpu_target(target);
@@ -81,16 +81,22 @@ TEST_P(CpuOps, AreWithinTheBound) {
         continue;
       }
     }
-    const CaseResult result = run_case(op_case, *backend, reference());
+    const CaseResult result = run_case(op_case, *backend, reference(), options);
     EXPECT_TRUE(result.passed) << op_case.name << " on " << target << ": " << result.message;
-    RecordProperty("error of bound on " + target, std::to_string(result.worst));
+    testing::Test::RecordProperty("error of bound on " + target, std::to_string(result.worst));
   }
 }
 
+TEST_P(CpuOps, AreWithinTheBound) { expect_within_the_bound(cases()[GetParam()], CpuPrecision::kFast); }
+TEST_P(CpuOps, AreWithinTheBoundOfF32WhenExact) { expect_within_the_bound(cases()[GetParam()], CpuPrecision::kExact); }
+
 TEST_P(CpuOps, GiveTheSameBitsWithAnyNumberOfThreads) {
   const OpCase& op_case = cases()[GetParam()];
-  const std::vector<uint32_t> expected = output_bits(op_case, *make_cpu_backend(1));
-  for (int n_threads : {2, 3}) EXPECT_EQ(output_bits(op_case, *make_cpu_backend(n_threads)), expected) << op_case.name;
+  for (const CpuPrecision precision : {CpuPrecision::kFast, CpuPrecision::kExact}) {
+    const std::vector<uint32_t> expected = output_bits(op_case, *make_cpu_backend(1, precision));
+    for (int n_threads : {2, 3})
+      EXPECT_EQ(output_bits(op_case, *make_cpu_backend(n_threads, precision)), expected) << op_case.name;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, CpuOps, testing::Range(size_t{0}, cases().size()), test_name);

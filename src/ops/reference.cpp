@@ -107,14 +107,14 @@ class ReferenceExecutor final : public HostExecutor<double> {
         turn(qkv + head * d, d, rope);
       }
       if (op.n_kv_heads == 0) continue;
-      double* keys = cache_at(op.cache, CachePart::kKeys, sequence(t), position(t));
-      double* values = cache_at(op.cache, CachePart::kValues, sequence(t), position(t));
-      std::copy_n(qkv + k_begin, op.n_kv_heads * d, keys);
-      std::copy_n(qkv + v_begin, op.n_kv_heads * d, values);
-      for (int64_t head = 0; head < op.n_kv_heads; ++head) {
-        norm_in_place(keys + head * d, d, op.k_norm);
-        turn(keys + head * d, d, rope);
-        norm_in_place(values + head * d, d, op.v_norm);
+      for (int head = 0; head < op.n_kv_heads; ++head) {
+        double* key = cache_at(op.cache, CachePart::kKeys, sequence(t), head, position(t));
+        double* value = cache_at(op.cache, CachePart::kValues, sequence(t), head, position(t));
+        std::copy_n(qkv + k_begin + head * d, d, key);
+        std::copy_n(qkv + v_begin + head * d, d, value);
+        norm_in_place(key, d, op.k_norm);
+        turn(key, d, rope);
+        norm_in_place(value, d, op.v_norm);
       }
     }
   }
@@ -130,10 +130,10 @@ class ReferenceExecutor final : public HostExecutor<double> {
       const int64_t first = window == 0 ? 0 : std::max<int64_t>(0, last - window + 1);
       for (int64_t head = 0; head < op.n_heads; ++head) {
         const double* q = row(op.q, t) + head * d;
-        const int64_t kv_offset = head / heads_per_kv * d;
+        const auto kv_head = static_cast<int>(head / heads_per_kv);
         p.assign(static_cast<size_t>(last - first + 1), 0);
         for (int64_t m = first; m <= last; ++m) {
-          const double* k = cache_at(op.cache, CachePart::kKeys, sequence(t), m) + kv_offset;
+          const double* k = cache_at(op.cache, CachePart::kKeys, sequence(t), kv_head, m);
           double score = op.scale * std::inner_product(q, q + d, k, 0.0);
           if (op.softcap > 0) score = op.softcap * std::tanh(score / op.softcap);
           p[static_cast<size_t>(m - first)] = score;
@@ -142,7 +142,7 @@ class ReferenceExecutor final : public HostExecutor<double> {
         double* out = row(op.out, t) + head * d;
         std::fill_n(out, d, 0.0);
         for (int64_t m = first; m <= last; ++m) {
-          const double* v = cache_at(op.cache, CachePart::kValues, sequence(t), m) + kv_offset;
+          const double* v = cache_at(op.cache, CachePart::kValues, sequence(t), kv_head, m);
           for (int64_t c = 0; c < d; ++c) out[c] += p[static_cast<size_t>(m - first)] * v[c];
         }
       }

@@ -59,6 +59,29 @@ void log_probabilities(const Real* logits, int64_t vocab, const SampleParams& pa
   }
 }
 
+// The first of the largest; values hold no NaN, and at least one value.
+inline int32_t index_of_largest(const std::vector<float>& values) {
+  constexpr size_t kBlock = 1024, kLanes = 16;
+  size_t best_block = 0;
+  float largest = -std::numeric_limits<float>::infinity();
+  for (size_t begin = 0; begin < values.size(); begin += kBlock) {
+    const size_t end = std::min(begin + kBlock, values.size());
+    float lanes[kLanes];
+    std::fill_n(lanes, kLanes, values[begin]);
+    size_t i = begin;
+    for (; i + kLanes <= end; i += kLanes)
+      for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lanes[lane] < values[i + lane] ? values[i + lane] : lanes[lane];
+    for (; i < end; ++i) lanes[0] = lanes[0] < values[i] ? values[i] : lanes[0];
+    const float block_largest = *std::max_element(lanes, lanes + kLanes);
+    if (block_largest > largest) {
+      largest = block_largest;
+      best_block = begin;
+    }
+  }
+  return static_cast<int32_t>(std::find(values.begin() + static_cast<std::ptrdiff_t>(best_block), values.end(), largest) -
+                              values.begin());
+}
+
 // logits: [vocab]; history: [vocab] or null when no penalty needs it.
 template <class Real>
 Sampled sample_row(const Real* logits, int64_t vocab, const SampleParams& params, const uint32_t* history,
@@ -67,13 +90,15 @@ Sampled sample_row(const Real* logits, int64_t vocab, const SampleParams& params
   Sampled result;
   scratch.values.resize(static_cast<size_t>(vocab));
   std::vector<float>& values = scratch.values;
+  int n_invalid = 0;   // loops without an early end, which compilers vectorise
   for (int64_t i = 0; i < vocab; ++i) {
     const float value = static_cast<float>(logits[i]);
-    if (std::isnan(value) || value == std::numeric_limits<float>::infinity()) {
-      result.valid = false;
-      return result;
-    }
+    n_invalid += value < std::numeric_limits<float>::infinity() ? 0 : 1;   // NaN too
     values[static_cast<size_t>(i)] = value;
+  }
+  if (n_invalid > 0) {
+    result.valid = false;
+    return result;
   }
   for (const auto& [id, bias] : params.logit_bias)
     if (id >= 0 && id < vocab) values[static_cast<size_t>(id)] += bias;
@@ -89,7 +114,7 @@ Sampled sample_row(const Real* logits, int64_t vocab, const SampleParams& params
       if (count > 0) value -= params.presence_penalty + params.frequency_penalty * count;
     }
 
-  const auto best = static_cast<int32_t>(std::max_element(values.begin(), values.end()) - values.begin());
+  const int32_t best = index_of_largest(values);
   const float largest = values[static_cast<size_t>(best)];
   if (largest == kBanned) {
     result.valid = false;

@@ -44,6 +44,24 @@ struct FormatInfo {
 };
 
 const FormatInfo& info(Format format);
+// Weights are integers times a scale (plus a min) that 16 or more columns of a row share; their rows are whole groups of 32
+// columns. E2M1 counts: its values are integers when doubled.
+constexpr bool has_integer_codes(Format format) {
+  switch (format) {
+    case Format::kQ4_0:
+    case Format::kQ4_1:
+    case Format::kQ5_0:
+    case Format::kQ5_1:
+    case Format::kQ8_0:
+    case Format::kQ4_K:
+    case Format::kQ5_K:
+    case Format::kQ6_K:
+    case Format::kMxfp4:
+    case Format::kNvfp4:
+    case Format::kFp4G128: return true;
+    default: return false;
+  }
+}
 std::optional<Format> format_by_name(std::string_view name);
 
 // Bytes of the code plane of one row. Requires cols % block_weights == 0.

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""beryl beside llama.cpp (or whatever has a program with llama-bench's options): the same files, one run, in turn.
+
+    bench/peers/compare.py --beryl build/beryl --peer FOLDER/build/bin/llama-bench MODEL.gguf...
+        --threads 2,1 --prompt 512 --gen 128 --depth 0 --rounds 5
+
+In each round every program runs once on each model and thread count, one after the other, and before them memory is read
+at full speed, because machines that are shared change theirs. Figures are tokens a second: median (least .. most) over the
+rounds; the ratio is beryl's median to the peer's; the share is of what the machine's read speed of the same rounds would
+allow if a token moved the file's weights once. Peers without the option --n-depth are compared at depth 0 only.
+"""
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+PREFIX = []
+
+
+def output_of(*command):
+    result = subprocess.run([*PREFIX, *map(str, command)], capture_output=True, text=True)
+    if result.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}: {result.stderr.strip()[-500:]}")
+    return result.stdout
+
+
+def read_speed(beryl, n_threads):
+    rows = output_of(beryl, "bench", "--read", "--threads", n_threads, "-r", 5).strip().splitlines()
+    return float(rows[-1].split("|")[4])
+
+
+def speeds(program, model, n_threads, options, is_beryl):
+    """{(test, depth): tokens a second}, and the bytes of the weights."""
+    arguments = ["-p", options.prompt, "-n", options.gen, "-r", 1, "-o", "json"]
+    if options.depth > 0:
+        arguments += ["-d", options.depth]
+    if is_beryl:
+        text = output_of(program, "bench", model, "--device", "cpu", "--threads", n_threads, *arguments)
+    else:
+        text = output_of(program, "-m", model, "-t", n_threads, *arguments)
+    results = json.loads(text)
+    return {f"pp{each['n_prompt']}" if each["n_prompt"] else f"tg{each['n_gen']}": each["avg_ts"] for each in results}, \
+        results[0]["model_size"]
+
+
+def words(values):
+    return f"{statistics.median(values):.1f} ({min(values):.1f} .. {max(values):.1f})"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=pathlib.Path)
+    parser.add_argument("--beryl", default="build/beryl", type=pathlib.Path)
+    parser.add_argument("--peer", action="append", required=True, type=pathlib.Path, help="a built llama-bench; may be repeated")
+    parser.add_argument("--threads", default="2,1")
+    parser.add_argument("--prompt", default=512, type=int)
+    parser.add_argument("--gen", default=128, type=int)
+    parser.add_argument("--depth", default=0, type=int)
+    parser.add_argument("--rounds", default=5, type=int)
+    parser.add_argument("--prefix", default="", help="before every command, for example 'chrt -f 5'")
+    options = parser.parse_args()
+    PREFIX.extend(options.prefix.split())
+    print("| model | threads | test | peer | beryl | peer's | ratio | GB/s read | share |\n|---|---|---|---|---|---|---|---|---|")
+    for n_threads in options.threads.split(","):
+        for model in options.models:
+            own, theirs, reads, n_bytes = {}, [{} for _ in options.peer], [], 0
+            for _ in range(options.rounds):
+                reads.append(read_speed(options.beryl, n_threads))
+                found, n_bytes = speeds(options.beryl, model, n_threads, options, True)
+                for test, value in found.items():
+                    own.setdefault(test, []).append(value)
+                for peer, results in zip(options.peer, theirs):
+                    for test, value in speeds(peer, model, n_threads, options, False)[0].items():
+                        results.setdefault(test, []).append(value)
+            for test, values in own.items():
+                share = ""
+                if test.startswith("tg") and options.depth == 0:
+                    share = f"{statistics.median(values) * n_bytes * 1e-9 / statistics.median(reads):.0%}"
+                name = test + (f" @ d{options.depth}" if options.depth else "")
+                for peer, results in zip(options.peer, theirs):
+                    ratio = statistics.median(values) / statistics.median(results[test])
+                    print(f"| {model.stem} | {n_threads} | {name} | {peer} | {words(values)} | {words(results[test])} | "
+                          f"{ratio:.2f} | {words(reads)} | {share} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

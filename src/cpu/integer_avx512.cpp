@@ -1,0 +1,33 @@
+// integer_dot.h on AVX-512 without VNNI: two multiply-adds of pairs instead of one dot instruction.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/integer_dot.h"
+#include "weights/blocks.h"
+#include "weights/decode.h"
+
+// Behind all standard headers, so that no shared inline function is compiled for this instruction set.
+#pragma GCC push_options
+// GCC 12 takes the deliberately undefined operands in its own intrinsics for mistakes.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+
+namespace beryl {
+namespace {
+namespace avx512 {
+
+#define BERYL_VNNI 0
+#include "cpu/integer_avx512-inl.h"
+#include "cpu/integer_dot-inl.h"
+
+}  // namespace avx512
+}  // namespace
+
+const IntegerKernels kAvx512IntegerKernels = {avx512::Simd::kUnsignedTokens, avx512::multiply_few, avx512::expand,
+                                                 avx512::multiply_many};
+
+}  // namespace beryl
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,227 @@
+#include "cpu/packed_matrix.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.h"
+#include "weights/blocks.h"
+#include "weights/decode.h"
+
+namespace beryl {
+
+namespace {
+
+constexpr uint32_t kLowNibbles = 0x0f0f0f0fu;
+
+template <class T>
+T load_as(const uint8_t* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+// Where one row of a tile goes: dword r of each vector.
+struct RowTarget {
+  PackedLayout layout;
+  uint8_t* tile;
+  int row;
+
+  uint8_t* block(int64_t group) const { return tile + group / layout.block_groups * layout.block_bytes(); }
+  int in_block(int64_t group) const { return static_cast<int>(group % layout.block_groups); }
+  void put(int64_t group, int vector, uint32_t value) const {
+    std::memcpy(block(group) + layout.block_scale_bytes + in_block(group) * layout.group_code_bytes + 64 * vector + 4 * row,
+                &value, 4);
+  }
+};
+
+// Bits 4 v .. 4 v + 3 of `bits` to bit v of the four bytes: one bit for each column of a group, in its order.
+uint32_t spread_fifth_bits(uint32_t bits) {
+  uint32_t result = 0;
+  for (int v = 0; v < 8; ++v) result |= ((bits >> 4 * v & 15u) * 0x00204081u & 0x01010101u) << v;
+  return result;
+}
+
+// Two bytes of two nibbles each to four bytes of one.
+uint32_t spread_nibbles(uint32_t pairs) {
+  pairs = (pairs | pairs << 8) & 0x00ff00ffu;
+  return (pairs | pairs << 4) & kLowNibbles;
+}
+
+// Blocks of 32 weights with nibbles in GGUF's usual order: bytes 4 v .. 4 v + 3 are already what vector v holds.
+template <class Block>
+void pack_nibbles(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t g = 0; g < cols / kGroupCols; ++g) {
+    const uint8_t* codes = row + g * static_cast<int64_t>(sizeof(Block)) + offsetof(Block, codes);
+    for (int v = 0; v < 4; ++v) to.put(g, v, load_as<uint32_t>(codes + 4 * v));
+  }
+}
+template <class Block>
+void pack_fifth_bits(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t g = 0; g < cols / kGroupCols; ++g)
+    to.put(g, 4,
+           spread_fifth_bits(load_as<uint32_t>(row + g * static_cast<int64_t>(sizeof(Block)) +
+                                               offsetof(Block, high_bits))));
+}
+// f16 scales, and mins behind them where the format has such.
+template <class Block, bool kMins>
+void pack_half_scales(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t g = 0; g < cols / kGroupCols; ++g) {
+    const uint8_t* block = row + g * static_cast<int64_t>(sizeof(Block));
+    uint8_t* scales = to.block(g) + to.in_block(g) * (kMins ? 64 : 32) + 2 * to.row;
+    std::memcpy(scales, block, 2);
+    if constexpr (kMins) std::memcpy(scales + 32, block + offsetof(Block, min), 2);
+  }
+}
+
+void pack_q8_0(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t g = 0; g < cols / kGroupCols; ++g) {
+    const uint8_t* codes = row + g * static_cast<int64_t>(sizeof(BlockQ8_0)) + offsetof(BlockQ8_0, codes);
+    for (int v = 0; v < 8; ++v) to.put(g, v, load_as<uint32_t>(codes + 4 * v) ^ 0x80808080u);
+  }
+}
+
+// Q4_K and Q5_K: a byte holds column i of groups 2 p (low nibble) and 2 p + 1.
+template <class Block>
+void pack_k(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t b = 0; b < cols / Block::kWeights; ++b) {
+    const uint8_t* block = row + b * static_cast<int64_t>(sizeof(Block));
+    const uint8_t* codes = block + offsetof(Block, codes);
+    for (int p = 0; p < 4; ++p)
+      for (int v = 0; v < 4; ++v) {
+        const auto first = load_as<uint32_t>(codes + 32 * p + 4 * v), second = load_as<uint32_t>(codes + 32 * p + 16 + 4 * v);
+        to.put(8 * b + 2 * p, v, (first & kLowNibbles) | (second & kLowNibbles) << 4);
+        to.put(8 * b + 2 * p + 1, v, (first >> 4 & kLowNibbles) | (second & ~kLowNibbles));
+      }
+    uint8_t* scales = to.block(8 * b);
+    std::memcpy(scales + 2 * to.row, block + offsetof(Block, scale), 2);
+    std::memcpy(scales + 32 + 2 * to.row, block + offsetof(Block, min_scale), 2);
+    const GroupScales groups = unpack_scales_and_mins(block + offsetof(Block, scales));
+    for (int g = 0; g < 8; ++g) {
+      scales[64 + 32 * g + to.row] = groups.scales[g];
+      scales[64 + 32 * g + 16 + to.row] = groups.mins[g];
+    }
+  }
+}
+void pack_fifth_bits_q5_k(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t b = 0; b < cols / BlockQ5_K::kWeights; ++b) {
+    const uint8_t* high = row + b * static_cast<int64_t>(sizeof(BlockQ5_K)) + offsetof(BlockQ5_K, high_bits);
+    for (int g = 0; g < 8; ++g) {
+      uint32_t bits = 0;
+      for (int v = 0; v < 8; ++v) bits |= (load_as<uint32_t>(high + 4 * v) >> g & 0x01010101u) << v;
+      to.put(8 * b + g, 4, bits);
+    }
+  }
+}
+
+void pack_q6_k(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t b = 0; b < cols / BlockQ6_K::kWeights; ++b) {
+    const uint8_t* block = row + b * static_cast<int64_t>(sizeof(BlockQ6_K));
+    for (int g = 0; g < 8; ++g) {
+      const uint8_t* low = block + offsetof(BlockQ6_K, low_bits) + g / 4 * 64 + g % 2 * 32;
+      const uint8_t* high = block + offsetof(BlockQ6_K, high_bits) + g / 4 * 32;
+      const int shift = g % 4 < 2 ? 0 : 4;
+      for (int v = 0; v < 4; ++v)
+        to.put(8 * b + g, v,
+               (load_as<uint32_t>(low + 4 * v) >> shift & kLowNibbles) |
+                   (load_as<uint32_t>(low + 16 + 4 * v) >> shift & kLowNibbles) << 4);
+      for (int h = 0; h < 2; ++h) {
+        uint32_t bits = 0;
+        for (int f = 0; f < 4; ++f)
+          bits |= (load_as<uint32_t>(high + 4 * (4 * h + f)) >> 2 * (g % 4) & 0x03030303u) << 2 * f;
+        to.put(8 * b + g, 4 + h, bits);
+      }
+    }
+    uint8_t* scales = to.block(8 * b);
+    std::memcpy(scales + 2 * to.row, block + offsetof(BlockQ6_K, scale), 2);
+    for (int i = 0; i < 16; ++i) scales[64 + 16 * i + to.row] = block[offsetof(BlockQ6_K, scales) + static_cast<size_t>(i)];
+  }
+}
+
+void pack_mxfp4(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  pack_nibbles<BlockMxfp4>(row, cols, to);
+  for (int64_t g = 0; g < cols / kGroupCols; ++g)
+    to.block(g)[16 * to.in_block(g) + to.row] = row[g * static_cast<int64_t>(sizeof(BlockMxfp4)) + offsetof(BlockMxfp4, exponent)];
+}
+
+void pack_nvfp4(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t g = 0; g < cols / kGroupCols; ++g) {
+    const uint8_t* block = row + g / 2 * static_cast<int64_t>(sizeof(BlockNvfp4));
+    const uint8_t* codes = block + offsetof(BlockNvfp4, codes) + g % 2 * 16;
+    for (int v = 0; v < 4; ++v) {  // low nibbles of 8 bytes: weights 0 .. 7 of 16, high nibbles: 8 .. 15
+      const int shift = v < 2 ? 0 : 4;
+      to.put(g, v,
+             (load_as<uint32_t>(codes + 4 * (v % 2)) >> shift & kLowNibbles) |
+                 (load_as<uint32_t>(codes + 8 + 4 * (v % 2)) >> shift & kLowNibbles) << 4);
+    }
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t scale = block[offsetof(BlockNvfp4, scales) + static_cast<size_t>(g % 2 * 2 + half)];
+      // decode.h: bit 7 is ignored except that 0x7f alone means 0; 0xff is then no special value.
+      to.block(g)[32 * to.in_block(g) + 16 * half + to.row] = scale == 0x7f ? 0 : scale & 0x7f;
+    }
+  }
+}
+
+void pack_fp4_g128(const uint8_t* row, const uint8_t* row_scales, int64_t cols, const RowTarget& to) {
+  for (int64_t g = 0; g < cols / kGroupCols; ++g)
+    for (int v = 0; v < 4; ++v)
+      to.put(g, v, spread_nibbles(load_as<uint16_t>(row + 16 * g + 2 * v)) |
+                       spread_nibbles(load_as<uint16_t>(row + 16 * g + 8 + 2 * v)) << 4);
+  for (int64_t i = 0; i < cols / kFp4GroupWeights; ++i) 
+    std::memcpy(to.block(4 * i) + 32 * (i % 2) + 2 * to.row, row_scales + 2 * i, 2);
+}
+
+void pack_row(Format format, const uint8_t* row, const uint8_t* row_scales, int64_t cols, const RowTarget& to) {
+  switch (format) {
+    case Format::kQ4_0:
+      pack_nibbles<BlockQ4_0>(row, cols, to);
+      return pack_half_scales<BlockQ4_0, false>(row, cols, to);
+    case Format::kQ4_1:
+      pack_nibbles<BlockQ4_1>(row, cols, to);
+      return pack_half_scales<BlockQ4_1, true>(row, cols, to);
+    case Format::kQ5_0:
+      pack_nibbles<BlockQ5_0>(row, cols, to);
+      pack_fifth_bits<BlockQ5_0>(row, cols, to);
+      return pack_half_scales<BlockQ5_0, false>(row, cols, to);
+    case Format::kQ5_1:
+      pack_nibbles<BlockQ5_1>(row, cols, to);
+      pack_fifth_bits<BlockQ5_1>(row, cols, to);
+      return pack_half_scales<BlockQ5_1, true>(row, cols, to);
+    case Format::kQ8_0:
+      pack_q8_0(row, cols, to);
+      return pack_half_scales<BlockQ8_0, false>(row, cols, to);
+    case Format::kQ4_K: return pack_k<BlockQ4_K>(row, cols, to);
+    case Format::kQ5_K:
+      pack_k<BlockQ5_K>(row, cols, to);
+      return pack_fifth_bits_q5_k(row, cols, to);
+    case Format::kQ6_K: return pack_q6_k(row, cols, to);
+    case Format::kMxfp4: return pack_mxfp4(row, cols, to);
+    case Format::kNvfp4: return pack_nvfp4(row, cols, to);
+    case Format::kFp4G128: return pack_fp4_g128(row, row_scales, cols, to);
+    default: BERYL_CHECK(false, "a format of integer codes");
+  }
+}
+
+}  // namespace
+
+int64_t packed_tile_bytes(Format format, int64_t cols) { return packed_layout(format).tile_bytes(cols / kGroupCols); }
+
+int64_t packed_bytes(const HostMatrix& matrix) {
+  return matrix.stack * ((matrix.rows + kTileRows - 1) / kTileRows) * packed_tile_bytes(matrix.format, matrix.cols);
+}
+
+void pack_tile(const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* to) {
+  const int64_t row_begin = tile * kTileRows, n_rows = std::min<int64_t>(kTileRows, matrix.rows - row_begin);
+  if (n_rows < kTileRows) std::memset(to, 0, static_cast<size_t>(packed_tile_bytes(matrix.format, matrix.cols)));
+  const auto* codes = reinterpret_cast<const uint8_t*>(matrix.codes) + expert * matrix.stack_stride_bytes;
+  const auto* scales = matrix.scales == nullptr
+                           ? nullptr
+                           : reinterpret_cast<const uint8_t*>(matrix.scales) + expert * matrix.stack_scale_stride_bytes;
+  const int64_t row_stride = row_bytes(matrix.format, matrix.cols), scale_stride = row_scale_bytes(matrix.format, matrix.cols);
+  for (int r = 0; r < n_rows; ++r) {
+    const int64_t row = row_begin + r;
+    pack_row(matrix.format, codes + row * row_stride, scales == nullptr ? nullptr : scales + row * scale_stride, matrix.cols,
+             {packed_layout(matrix.format), to, r});
+  }
+}
+
+}  // namespace beryl
