@@ -101,10 +101,9 @@ struct Multiply {
   int buffer;                       // of partial sums
 };
 
-// All units of some chunks, by one warp.
+// By one warp. args_at etc.: addresses of shared memory, from which all is computed anew (afresh).
 template <class Codec, Format kFormat, int kRows>
-__device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, uint32_t phase_at, int n_units, int first_chunk, int n_chunks,
-                                      int buffer) {
+__device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, uint32_t phase_at, const Multiply& m) {
   constexpr TileShape kTile = tile_shape(kFormat);
   constexpr int kTiles = row_tiles(kRows);
   constexpr bool kPairs = slot_stages(kFormat) == 2;      // two tiles of a slot side by side
@@ -117,19 +116,19 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
   RingPlace ring = {place.slot, place.parity};
   const int lane = block.lane, n_rows = count_rows<kRows>(args), n_slots = args.n_slots, slot_bytes = args.slot_bytes, stage_bytes = p.stream.stage_bytes;
   const int slot_stages = stages_of_slot(args, p.stream), unit_floats = p.stream.unit_partials * n_rows;
-  float* partials = reinterpret_cast<float*>(block.scratch + args.partials_at) + buffer * args.partial_floats + block.warp * n_rows * kTileRows;
+  float* partials = reinterpret_cast<float*>(block.scratch + args.partials_at) + m.buffer * args.partial_floats + block.warp * n_rows * kTileRows;
   const unsigned char* const codes_at = shared + block.warp * kTile.code_bytes;
   const unsigned char* const meta_at = shared + p.tile_codes + block.warp * kTile.meta_bytes;
 #pragma unroll 1
-  for (int chunk = 0; chunk < n_chunks; ++chunk) {
-    const int n_stages = min(p.stream.n_stages - (first_chunk + chunk) * kChunkStages, kChunkStages);
-    const LaneX<kTiles> lane_x = make_lane_x<Codec, kTiles>(block, n_rows, n_chunks, chunk);
-    float* to = partials + (first_chunk + chunk) * p.k_warps * p.row_warps * n_rows * kTileRows;
+  for (int chunk = 0; chunk < m.n_chunks; ++chunk) {
+    const int n_stages = min(p.stream.n_stages - (m.first_chunk + chunk) * kChunkStages, kChunkStages);
+    const LaneX<kTiles> lane_x = make_lane_x<Codec, kTiles>(block, n_rows, m.n_chunks, chunk);
+    float* to = partials + (m.first_chunk + chunk) * p.k_warps * p.row_warps * n_rows * kTileRows;
     if constexpr (kPairs) {
       static_assert(kChunkStages == 2);
       if (slot_stages == 2 && n_stages == 2) {
 #pragma unroll 1
-        for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
+        for (int unit = 0; unit < m.n_units; ++unit, to += unit_floats) {
           const int at = ring.slot * slot_bytes;
           barrier_wait_suspended(&block.small->full[ring.slot], ring.parity);
           typename Codec::Loaded tiles[2];
@@ -154,7 +153,7 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
       }
     }
 #pragma unroll 1
-    for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
+    for (int unit = 0; unit < m.n_units; ++unit, to += unit_floats) {
       float acc[kTiles][2] = {};
 #pragma unroll 1
       for (int stage = 0; stage < n_stages; ++stage) {
@@ -185,20 +184,20 @@ template <int kRows>
 __device__ __forceinline__ void multiply_format(Format format, const DecodeBlock& block, const LinearPhase& p, const Multiply& m) {
   const uint32_t args_at = shared_address(&block.small->args), shared_at = shared_address(block.ring), phase_at = shared_address(&p);
   switch (format) {
-    case Format::kFp4G128: return multiply<Fp4G128, Format::kFp4G128, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kMxfp4: return multiply<Mxfp4, Format::kMxfp4, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kNvfp4: return multiply<Nvfp4, Format::kNvfp4, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ4_0: return multiply<GroupOf32<4, false>, Format::kQ4_0, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ4_1: return multiply<GroupOf32<4, true>, Format::kQ4_1, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ5_0: return multiply<GroupOf32<5, false>, Format::kQ5_0, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ5_1: return multiply<GroupOf32<5, true>, Format::kQ5_1, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ8_0: return multiply<GroupOf32<8, false>, Format::kQ8_0, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ4_K: return multiply<GroupOf32K<4>, Format::kQ4_K, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ5_K: return multiply<GroupOf32K<5>, Format::kQ5_K, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kQ6_K: return multiply<Q6K, Format::kQ6_K, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kFp8: return multiply<Fp8, Format::kFp8, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    case Format::kF16: return multiply<Float16<false>, Format::kF16, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
-    default: return multiply<Float16<true>, Format::kBf16, kRows>(args_at, shared_at, phase_at, m.n_units, m.first_chunk, m.n_chunks, m.buffer);
+    case Format::kFp4G128: return multiply<Fp4G128, Format::kFp4G128, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kMxfp4: return multiply<Mxfp4, Format::kMxfp4, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kNvfp4: return multiply<Nvfp4, Format::kNvfp4, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ4_0: return multiply<GroupOf32<4, false>, Format::kQ4_0, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ4_1: return multiply<GroupOf32<4, true>, Format::kQ4_1, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ5_0: return multiply<GroupOf32<5, false>, Format::kQ5_0, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ5_1: return multiply<GroupOf32<5, true>, Format::kQ5_1, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ8_0: return multiply<GroupOf32<8, false>, Format::kQ8_0, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ4_K: return multiply<GroupOf32K<4>, Format::kQ4_K, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ5_K: return multiply<GroupOf32K<5>, Format::kQ5_K, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kQ6_K: return multiply<Q6K, Format::kQ6_K, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kFp8: return multiply<Fp8, Format::kFp8, kRows>(args_at, shared_at, phase_at, m);
+    case Format::kF16: return multiply<Float16<false>, Format::kF16, kRows>(args_at, shared_at, phase_at, m);
+    default: return multiply<Float16<true>, Format::kBf16, kRows>(args_at, shared_at, phase_at, m);
   }
 }
 
