@@ -16,6 +16,7 @@ struct Record {
   int64_t n_rows = 0;              // of all steps' inputs
   int64_t n_runs = 0;              // steps, advanced ones among them
   std::vector<int32_t> first;      // each step's first position
+  std::vector<std::vector<int32_t>> tables;   // of the last input, of one sequence
 };
 
 class RecordingExecutor : public test::ForwardingExecutor {
@@ -25,6 +26,7 @@ class RecordingExecutor : public test::ForwardingExecutor {
   void set_input(const StepInput& input) override {
     record_.n_rows += input.n_tokens();
     record_.first.push_back(input.positions.front());
+    record_.tables = input.tables;
     inner_->set_input(input);
   }
   void run(OpRange range) override {
@@ -92,6 +94,16 @@ TEST_F(BenchTest, AWindowThatWasWrittenOverIsReadAgain) {
   const BenchResult result = runner.run(cases[0], 1);
   EXPECT_EQ(result.n_allocated, 1000);
   EXPECT_EQ(backend_.record.n_rows, 3 * (100 + 1));
+}
+
+// The steps are behind one input and cross into another page, which must be in its tables.
+TEST_F(BenchTest, OpsAreTimedWithPagesForAllSteps) {
+  const StepTiming timing = time_ops(model_.program, backend_, 40, CacheType::kDefault, 1);
+  EXPECT_EQ(timing.ops.size(), model_.program.ops.size() - 1);
+  ASSERT_FALSE(backend_.record.tables.empty());
+  for (const std::vector<int32_t>& table : backend_.record.tables)
+    for (int position = 40; position < 40 + 32; ++position)
+      EXPECT_GE(table[static_cast<size_t>(position / 64) % table.size()], 0) << "position " << position;
 }
 
 TEST(BenchResultTest, SpeedsMeansAndDeviations) {
