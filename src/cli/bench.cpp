@@ -235,6 +235,10 @@ class Bench {
   explicit Bench(const BenchOptions& options) : options_(options) {}
 
   int run() {
+    if ((options_.read || options_.ops) && options_.output != "md")
+      throw UsageError(fmt::format("-o {}: {} prints Markdown only (-o md)", options_.output, options_.read ? "--read" : "--ops"));
+    if (options_.read && options_.ops) throw UsageError("--read measures the machine and --ops a model: one of them at a time");
+    if (options_.read && options_.device.name == "cuda") throw UsageError("--read measures the host's memory; on a GPU --ops does, beside a model");
     if (options_.read) return print_read_speed(options_);
     if (options_.model.empty() == options_.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
     std::vector<SyntheticFormats> formats = {{}};
