@@ -30,7 +30,7 @@ struct DecodeNeeds {
   int slot_bytes = 0;               // of a slot with all the stages that a phase likes to have in one
   int stage_bytes = 0;              // of a slot with one stage
   int group_bytes = 256;            // of a group of x (codec.cuh)
-  int x_all_bytes = 0;              // of all chunks of the widest x without a residual, a warp and row
+  int x_all_bytes = 0;              // of all chunks of the widest x without a norm, a warp and row
   int unit_partials = 0;            // floats, a row of x
   int attention_bytes = 0;          // without rows,
   int attention_row_bytes = 0;      // and for each row

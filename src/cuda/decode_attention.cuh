@@ -1,7 +1,7 @@
 // The attention phase of the decode kernel: QkvFinish and Attention of one layer, for 1 to 8 rows.
 //
-// The work is cut into units (index_math.h): a token, a KV head (at most 16 of its query heads) and a share of the keys, a
-// page at a time. All warps of a block work on one unit:
+// The work is cut into units (index_math.h): a token, a KV head (at most 16 of its query heads, fewer where blocks would be
+// idle) and a share of the keys, a page at a time. All warps of a block work on one unit:
 //
 //   load     keys and values of a page go from the cache straight into registers, in the order in which the tensor cores
 //            want them; the first keys before anything else, because they depend on nothing in this step

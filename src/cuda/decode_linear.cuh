@@ -246,9 +246,9 @@ struct LinearBlock {
 
   // Digits straight from what add_to_residual computes: only where no other warp writes the residual that this one reads.
   __device__ __forceinline__ bool direct() const { return p.n_chunks == 1 && (p.row_warps == 1 || n_rows == 1); }
-  // All chunks of x at once.
+  // All chunks of x at once: of rows that are neither normed nor the residual.
   __device__ __forceinline__ bool all_chunks() const {
-    return !p.residual && p.n_chunks * x_chunk_bytes(n_rows, group_bytes(x_form(p.format))) <= block.args.x_bytes;
+    return !p.residual && !p.has_norm && p.n_chunks * x_chunk_bytes(n_rows, group_bytes(x_form(p.format))) <= block.args.x_bytes;
   }
   // Beyond the last row there is the last row once more: the same values go to the same places.
   __device__ __forceinline__ int row_at(int row) const { return kRows == 1 ? 0 : min(row, n_rows - 1); }
@@ -422,7 +422,7 @@ struct LinearBlock {
     }
     __syncwarp();
   }
-  // x of all chunks. Sums of squares are not needed: nothing with a norm has so many columns.
+  // x of all chunks (all_chunks).
   __device__ __forceinline__ void prepare_all() const {
     if (!has_tile) return;
     __syncwarp();
@@ -580,6 +580,7 @@ __device__ __forceinline__ LinearShare linear_share(const DecodeArgs& args, cons
   const int batch = units.count * s.unit_partials <= args.partial_row_floats ? units.count : args.partial_row_floats / s.unit_partials;
   return {units.first, units.count, max(batch, 1)};
 }
+
 // Everything of one phase but the copies. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
 // the time, 1 when (the first) x is ready, 2 when the products are.
 template <int kRows, class Function, class Stamp>
@@ -652,9 +653,9 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     if (unit + share.batch >= share.n_units) before_barrier();
     DecodeBlock::barrier();
     stamp(2);
-    step([&](const LinearBlock<kRows, false>& work) { 
+    step([&](const LinearBlock<kRows, false>& work) {
       work.finish(share.first + unit, count, reinterpret_cast<float*>(work.block.scratch + args.partials_at) + buffer * args.partial_floats);
-     });
+    });
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));

@@ -66,7 +66,7 @@ class Planner {
       needs.unit_partials = std::max(needs.unit_partials, piece.plan.stage_tiles() * piece.plan.n_chunks() * kTileRows);
       const int group_bytes = tile.columns == 64 || piece.plan.format == Format::kFp8 ? 512 : 256;
       needs.group_bytes = std::max(needs.group_bytes, group_bytes);
-      needs.x_all_bytes = std::max(needs.x_all_bytes, piece.plan.n_chunks() * x_chunk_bytes(1, group_bytes));
+      if (!linear.norm.present) needs.x_all_bytes = std::max(needs.x_all_bytes, piece.plan.n_chunks() * x_chunk_bytes(1, group_bytes));
     }
     // Sums of squares, of a norm or of what is added to the residual.
     const int64_t cols = program_.matrix(linear.weight).cols();

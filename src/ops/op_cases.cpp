@@ -293,6 +293,10 @@ void add_linears(Table& table) {
                        .norm = 2, .from_residual = true});
     ++nth;
   }
+  // Wide models: the norm's columns are more than a GPU block's warps take at once.
+  for (const Format format : {Format::kFp4G128, Format::kQ4_K, Format::kFp8})
+    for (const int n_tokens : {1, 3, 8})
+      add_linear(table, {.parts = {{format, 21}}, .cols = 5376, .n_tokens = n_tokens, .norm = 1, .from_residual = true});
   add_linear(table, {.parts = {{Format::kQ4_K, 48}, {Format::kQ4_K, 16}, {Format::kQ6_K, 16}},
                      .cols = 768,
                      .n_tokens = 20,
