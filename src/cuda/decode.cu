@@ -77,16 +77,19 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       barrier_init(&small->full[s], BERYL_BULK_COPY ? 1 : 32);
       barrier_init(&small->empty[s], kMatvecWarps);
     }
+    barrier_init(&small->has_factors, 1);
     barrier_init_fence();
   }
   constexpr int kPhaseWords = sizeof(DecodePhase) / 16;
   static_assert(kPhaseWords <= 32);
   if (block.warp == 0) {
-    if (lane < kMatvecWarps) small->places[lane] = {0, 0, 0, 0};
+    if (lane < kMatvecWarps) small->places[lane] = {};
     small->tables[0][lane] = kPositiveLow;
     small->tables[1][lane] = kNegativeLow;
     small->tables[2][lane] = ~0u;
-    if (lane < kPhaseWords) reinterpret_cast<uint4*>(&small->phases[0])[lane] = reinterpret_cast<const uint4*>(args.phases)[lane];
+    // The first two; behind any phase there is another one or the end.
+    for (int i = 0; i < 2; ++i)
+      if (lane < kPhaseWords) reinterpret_cast<uint4*>(&small->phases[i])[lane] = reinterpret_cast<const uint4*>(args.phases + i)[lane];
     if (lane < args.n_rows) {
       small->positions[lane] = args.positions[lane];
       small->sequences[lane] = args.sequences[lane];
@@ -111,10 +114,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       const int index = now.small->places[now.warp].phase;
       DecodePhase& phase = now.small->phases[index % kHeldPhases];
       if (phase.kind == PhaseKind::kEnd) break;
-      // The next phase comes while this one runs, and is there for all behind its last barrier.
-      if (now.thread < kPhaseWords)
-        copy16_async(shared_address(reinterpret_cast<uint4*>(&now.small->phases[(index + 1) % kHeldPhases]) + now.thread),
-                     reinterpret_cast<const uint4*>(args.phases + index + 1) + now.thread, 16);
+      // The phase after the next comes while this one runs, and is there for all behind its last barrier.
+      if (now.thread < kPhaseWords && now.small->phases[(index + 1) % kHeldPhases].kind != PhaseKind::kEnd)
+        copy16_async(shared_address(reinterpret_cast<uint4*>(&now.small->phases[(index + 2) % kHeldPhases]) + now.thread),
+                     reinterpret_cast<const uint4*>(args.phases + index + 2) + now.thread, 16);
       commit_copies();
       const auto hold_next = [] { wait_copies<0>(); };
       const auto stamp = [&](int which) {
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   if (static_cast<int>(threadIdx.x) < args.n_rows) args.flags[threadIdx.x] += 1;
   if (args.residual_out == nullptr) return;
   const int64_t n = args.n_rows * args.residual_cols;
-  const float* from = args.residual + int64_t{blockIdx.x} * kDecodeRows * args.residual_cols;
+  const float* from = block.residual(0, 0);
   for (int64_t i = threadIdx.x; i < n; i += kDecodeThreads) args.residual_out[i] = from[i];
 }
 
@@ -171,6 +174,9 @@ int attention_scratch_bytes(int head_dim, int heads_of_kv) {
 }
 int attention_row_bytes(int head_dim) { return 2 * head_dim * 2; }
 
+bool decode_takes_plain_integers(Format format) {
+  return !needs_x_sums(format) && format != Format::kBf16 && format != Format::kF16 && format != Format::kFp8;
+}
 bool decode_attends(int head_dim, CacheElement element, int window) {
   return (head_dim == 64 || head_dim == 128 || head_dim == 256 || head_dim == 512) && element != CacheElement::kF32 && decodes_window(window);
 }
@@ -179,10 +185,14 @@ int64_t decode_partial_states(int n_heads) { return int64_t{n_heads} * kMaxDecod
 
 namespace {
 
-DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, int x_bytes) {
+DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, int x_bytes, bool near_by) {
   constexpr int kPartialBytes = 8 * 1024;          // of one buffer, so that a batch has several units
   DecodeCut cut;
   cut.sum_groups = needs.sum_groups;
+  if (near_by) {
+    cut.residual_bytes = round_up(n_rows * needs.residual_cols * 4, 128);
+    cut.vector_bytes = needs.holds_vectors ? kMatvecWarps * 1024 : 0;
+  }
   cut.x_bytes = round_up(x_bytes, 16);
   cut.partials_at = round_up(kMatvecWarps * cut.x_bytes, 128);
   const int unit_bytes = needs.unit_partials * n_rows * 4;
@@ -195,7 +205,7 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, i
   const int scratch = cut.partials_at + 2 * partial_bytes;
   cut.scratch_bytes = round_up(scratch > attention ? scratch : attention, 128);
   if (cut.scratch_bytes < AttentionScratch::kMergeBytes) cut.scratch_bytes = round_up(AttentionScratch::kMergeBytes, 128);
-  const int left = shared_per_block - cut.scratch_bytes - small;
+  const int left = shared_per_block - cut.scratch_bytes - cut.residual_bytes - cut.vector_bytes - small;
   for (const int slot : {needs.slot_bytes, needs.stage_bytes}) {
     if (slot <= 0 || left / slot < (slot == needs.slot_bytes ? 3 : 2)) continue;
     cut.slot_bytes = slot;
@@ -205,18 +215,24 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, i
   // Attention alone has no weights.
   if (needs.stage_bytes == 0 && left >= 0) cut.slot_bytes = 0, cut.n_slots = 1;
   if (cut.n_slots == 0) return {};
-  cut.shared_bytes = cut.n_slots * cut.slot_bytes + cut.scratch_bytes + small;
+  cut.shared_bytes = cut.n_slots * cut.slot_bytes + cut.scratch_bytes + cut.residual_bytes + cut.vector_bytes + small;
   return cut;
 }
 
 }  // namespace
 
-// x of all chunks at once where that costs at most one slot of the ring.
+// The residual and the norms' vectors in shared memory where three slots of the ring remain; then x of all chunks at once where that costs
+// at most one of them.
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
-  const int one_chunk = x_chunk_bytes(n_rows, needs.group_bytes);
-  const DecodeCut one = cut_with(needs, n_rows, shared_per_block, one_chunk);
-  const DecodeCut all = cut_with(needs, n_rows, shared_per_block, std::max(one_chunk, n_rows * needs.x_all_bytes));
-  return all.n_slots > 0 && all.slot_bytes == one.slot_bytes && all.n_slots + 1 >= one.n_slots && all.n_slots >= 3 ? all : one;
+  constexpr int kSlots = 3;
+  const int one_chunk = x_chunk_bytes(n_rows, needs.group_bytes), all_chunks = std::max(one_chunk, n_rows * needs.x_all_bytes);
+  for (const bool near_by : {true, false}) {
+    const DecodeCut one = cut_with(needs, n_rows, shared_per_block, one_chunk, near_by);
+    const DecodeCut all = cut_with(needs, n_rows, shared_per_block, all_chunks, near_by);
+    if (all.n_slots >= kSlots && all.slot_bytes == one.slot_bytes && all.n_slots + 1 >= one.n_slots) return all;
+    if (!near_by || (one.n_slots >= kSlots && one.slot_bytes == std::max(needs.slot_bytes, needs.stage_bytes))) return one;
+  }
+  return {};
 }
 
 void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCut& cut, int n_blocks) {
@@ -228,7 +244,9 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   args.partial_floats = cut.partial_floats;
   args.partial_row_floats = cut.partial_floats / args.n_rows;
   args.scratch_at = cut.n_slots * cut.slot_bytes;
-  args.small_at = args.scratch_at + cut.scratch_bytes;
+  args.residual_at = cut.residual_bytes > 0 ? args.scratch_at + cut.scratch_bytes : 0;
+  args.vectors_at = cut.vector_bytes > 0 ? args.scratch_at + cut.scratch_bytes + cut.residual_bytes : 0;
+  args.small_at = args.scratch_at + cut.scratch_bytes + cut.residual_bytes + cut.vector_bytes;
   args.sum_groups = round_up(cut.sum_groups, 4);
   args.row_sums = args.n_rows * args.sum_groups;
   args.rows_inverse = static_cast<uint32_t>((65536 + args.n_rows - 1) / args.n_rows);

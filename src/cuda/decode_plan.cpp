@@ -163,6 +163,23 @@ class Planner {
     return planned;
   }
 
+  // Lets the phases that make all of `rows` store the sums of squares of their row tiles; -1: they do not have such tiles.
+  int64_t squares_of(DecodeSegment& segment, const Made& made, Rows rows, int add_op) {
+    if (made.rows.col != rows.col || made.rows.cols != rows.cols) return -1;
+    for (const size_t index : made.phases) {
+      const PlannedPhase& phase = segment.phases[index];
+      if (phase.kind != PhaseKind::kLinear) return -1;
+      const Linear& linear = *get<Linear>(phase.op);
+      if (is_gated(linear.epilogue) || matrix(linear).pieces[static_cast<size_t>(phase.piece)].row_begin % kTileRows != 0) return -1;
+    }
+    const int64_t at = plan_.exchange_floats;
+    plan_.exchange_floats += ((rows.cols + kTileRows - 1) / kTileRows + 31) / 32 * 32;
+    for (const size_t index : made.phases) segment.phases[index].squares_op = add_op;
+    for (const size_t index : made.phases)
+      segment.phases[index].squares = at + matrix(*get<Linear>(segment.phases[index].op)).pieces[static_cast<size_t>(segment.phases[index].piece)].row_begin / kTileRows;
+    return at;
+  }
+
   DecodeSegment longest(int begin) {
     DecodeSegment segment;
     segment.begin = segment.end = begin;
@@ -203,6 +220,11 @@ class Planner {
             if (read_from(add_op + 1, y)) break;
             first.add_op = add_op;
             first.add = use(segment, made, y);
+            if (get<AddNorm>(add_op)->norm.present) {
+              const int64_t squares = squares_of(segment, made.at(y.slot), y, add_op);
+              if (squares < 0) break;
+              first.add_squares = squares;
+            }
             segment.changes_residual = true;
           }
         } else if (is_made(linear->x)) {
