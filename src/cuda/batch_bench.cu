@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32) order_kernel(OrderArgs a) {
       case DecodeEpilogue::kGeluTimesOther: value = quick_gelu_tanh(value) * other; break;
       case DecodeEpilogue::kTimesGeluOther: value = value * quick_gelu_tanh(other); break;
       case DecodeEpilogue::kTimesSiluOther: value = value * quick_silu(other); break;
-      case DecodeEpilogue::kSoftcap: value = a.softcap * tanhf(value / a.softcap); break;
+      case DecodeEpilogue::kSoftcap: value = a.softcap * tanhf(__fdividef(value, a.softcap)); break;
       case DecodeEpilogue::kStore: break;
     }
     a.y.values[row * a.y.stride + col] = __uint_as_float(round_result(value));

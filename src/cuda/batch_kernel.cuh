@@ -753,7 +753,7 @@ class BatchLinear {
       case DecodeEpilogue::kGatedSilu:
         return store_rows<3>(row_tile, [](float value, float up) { return __fmul_rn(quick_silu(value), up); });
       case DecodeEpilogue::kSoftcap:
-        return store_rows<4>(row_tile, [&](float value, int, int) { return a.softcap * tanhf(value / a.softcap); });
+        return store_rows<4>(row_tile, [&](float value, int, int) { return a.softcap * tanhf(__fdividef(value, a.softcap)); });
       case DecodeEpilogue::kGeluTimesOther:
         return store_rows<4>(row_tile,
                              [&](float value, int row, int col) { return quick_gelu_tanh(value) * other(row, col); });

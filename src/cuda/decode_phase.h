@@ -14,6 +14,9 @@
 namespace beryl::cuda {
 
 inline constexpr int kDecodeRows = 8;           // rows of x for one reading of the weights
+// Up to so many a step is one launch; with more, each block's preparing of all rows costs more than launches do, so ops run one by one
+// and products by batch_linear.h, where it takes them. The bits are the same.
+inline constexpr int kWholeStepRows = 4;
 // Shared memory of a warp's digits, sums and scales (codec.cuh) in one chunk, which has two groups of 128 columns.
 BERYL_HOST_DEVICE constexpr int x_chunk_bytes(int n_rows, int group_bytes) { return 2 * n_rows * (group_bytes + 20); }
 inline constexpr int kDecodeStamps = 4;         // times of a block in a phase: its begin, x ready, products done, its end

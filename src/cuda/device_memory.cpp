@@ -206,7 +206,7 @@ class LayoutBuilder {
         if (all_plain) grow(normed, std::min<int64_t>(rows, kGraphRows) * cols * 4);
         const bool batch = takes_batch(program_, layout_, *linear);
         const bool decoded = decodes(index, std::min<int64_t>(rows, kDecodeRows));
-        if (batch && (rows > kDecodeRows || !decoded))
+        if (batch && (rows > kWholeStepRows || !decoded))
           for (const MatrixPiece& piece : matrix.pieces)
             grow(batch_bytes, batch_scratch_bytes(piece.plan, static_cast<int>(std::min<int64_t>(rows, kBatchRows)), device_.matvec));
         const bool prefill = batch && takes_prefill(device_, rows);
