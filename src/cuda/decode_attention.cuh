@@ -36,18 +36,23 @@ inline constexpr int kMergeColumns = 32;
 inline constexpr int kMergeWarps = 8;
 inline constexpr int kMergeShare = (kMaxDecodeUnits + kMergeWarps - 1) / kMergeWarps;    // units that one warp merges
 
-// Scratch of a unit, in bytes. q: [2 · heads][head_dim] bf16, high and low rows in turn; keys and values of new tokens.
+// Scratch of a unit, in bytes. q: [2 · heads][head_dim] bf16, high and low rows in turn; keys and values of new tokens. These are at
+// its begin, where x of the phase before was, so that they can be written while its partial sums are still read; the rest at its end.
 struct AttentionScratch {
+  static constexpr int kNewScalesAt = 0;                  // f32 [8 rows][2]
+  static constexpr int kQueriesAt = kNewScalesAt + kDecodeRows * 2 * 4;
+  BERYL_HOST_DEVICE static constexpr int query_bytes(int head_dim) { return head_dim * 2 + 16; }
+  BERYL_HOST_DEVICE static constexpr int new_at(int head_dim, int heads) { return kQueriesAt + (heads + 3) / 4 * 8 * query_bytes(head_dim); }
+  BERYL_HOST_DEVICE static constexpr int begin_bytes(int head_dim, int heads, int n_rows) { return new_at(head_dim, heads) + n_rows * 2 * head_dim * 2; }
+  // From the rest's begin on.
   static constexpr int kScoreStride = kPageTokens + 8;    // spreads heads over the banks
   static constexpr int kWeightBytes = kPageTokens * 2 + 16;   // a row of bf16, likewise
   static constexpr int kScoresAt = 0;                     // f32 [4 parts][16 heads][kScoreStride]
   static constexpr int kWeightsAt = kScoresAt + 4 * kUnitHeads * kScoreStride * 4;   // [2 · heads]
   static constexpr int kStateAt = kWeightsAt + 2 * kUnitHeads * kWeightBytes;         // f32 [3][16]: factor, maximum, sum
-  static constexpr int kNewScalesAt = kStateAt + 3 * kUnitHeads * 4;                  // f32 [8 rows][2]
-  static constexpr int kQueriesAt = kNewScalesAt + kDecodeRows * 2 * 4;
-  BERYL_HOST_DEVICE static constexpr int query_bytes(int head_dim) { return head_dim * 2 + 16; }
-  BERYL_HOST_DEVICE static constexpr int new_at(int head_dim, int heads) { return kQueriesAt + (heads + 3) / 4 * 8 * query_bytes(head_dim); }
-  static constexpr int bytes(int head_dim, int heads, int n_rows) { return new_at(head_dim, heads) + n_rows * 2 * head_dim * 2; }
+  static constexpr int kRestBytes = kStateAt + 3 * kUnitHeads * 4;
+  static_assert(kRestBytes % 16 == 0);
+  static constexpr int bytes(int head_dim, int heads, int n_rows) { return begin_bytes(head_dim, heads, n_rows) + kRestBytes; }
   // The merge: [2 groups][8 warps][34] f32.
   static constexpr int kMergeBytes = 2 * kMergeWarps * (kMergeColumns + 2) * 4;
 };
@@ -69,33 +74,32 @@ __device__ __forceinline__ int quick_quotient(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
 }
 
-// Calls function(unit) for all units of this block.
-template <class Function>
-__device__ __forceinline__ void for_units(const DecodeBlock& block, const AttentionPhase& p, Function&& function) {
-  int index = block_index();
+// Where this block is among a phase's units.
+struct UnitPlace {
+  int row, index;
+};
+// The next unit of this block; false if there is none.
+__device__ __forceinline__ bool next_unit(const DecodeBlock& block, const AttentionPhase& p, UnitPlace& at, DecodeUnit& unit) {
+  const int heads = p.heads_of_kv, n_kv_heads = p.cache.n_kv_heads;
 #pragma unroll 1
-  for (int row = 0; row < block.args.n_rows; ++row) {
-#pragma unroll 1
-    for (;; index += static_cast<int>(gridDim.x)) {
-      // In here, so that nothing is computed before the loop and kept for all of it.
-      const DecodeShared* small = afresh(block.small);
-      const int heads = p.heads_of_kv, n_kv_heads = p.cache.n_kv_heads;
-      const DecodeUnits units = decode_units(small->positions[row], p.window);
-      // Fewer heads in a unit where that gives work to more blocks: of each head it is the same work.
-      const auto tiles_of = [&](int bits) { return (heads + (1 << bits) - 1) >> bits; };
-      int bits = kUnitHeadBits;
-      while (bits > 2 && units.count * n_kv_heads * block.args.n_rows * tiles_of(bits - 1) <= static_cast<int>(gridDim.x)) --bits;
-      const int head_tiles = tiles_of(bits), n_items = n_kv_heads * head_tiles;
-      if (index >= units.count * n_items) {
-        index -= units.count * n_items;
-        break;
-      }
+  for (; at.row < block.args.n_rows; ++at.row) {
+    const DecodeUnits units = decode_units(block.small->positions[at.row], p.window);
+    // Fewer heads in a unit where that gives work to more blocks: of each head it is the same work.
+    const auto tiles_of = [&](int bits) { return (heads + (1 << bits) - 1) >> bits; };
+    int bits = kUnitHeadBits;
+    while (bits > 2 && units.count * n_kv_heads * block.args.n_rows * tiles_of(bits - 1) <= static_cast<int>(gridDim.x)) --bits;
+    const int head_tiles = tiles_of(bits), n_items = n_kv_heads * head_tiles;
+    if (at.index < units.count * n_items) {
       // Neighbouring blocks have neighbouring KV heads of one page.
-      const int unit = quick_quotient(index, n_items), item = index - unit * n_items, kv_head = quick_quotient(item, head_tiles),
+      const int number = quick_quotient(at.index, n_items), item = at.index - number * n_items, kv_head = quick_quotient(item, head_tiles),
                 head_tile = item - kv_head * head_tiles;
-      function(DecodeUnit{row, kv_head, kv_head * heads + (head_tile << bits), min(heads - (head_tile << bits), 1 << bits), unit, units, head_tile == 0});
+      unit = {at.row, kv_head, kv_head * heads + (head_tile << bits), min(heads - (head_tile << bits), 1 << bits), number, units, head_tile == 0};
+      at.index += static_cast<int>(gridDim.x);
+      return true;
     }
+    at.index -= units.count * n_items;
   }
+  return false;
 }
 
 // How the rows of a tile lie in the ring: pieces of 16, 32 or 64, a slot each; first all of the keys, then the values.
@@ -126,7 +130,9 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
     small->row_shift = cut.row_shift;
     small->piece_shift = cut.piece_shift;
   }
-  for_units(block, p, [&](const DecodeUnit& u) {
+  UnitPlace place = {0, block_index()};
+#pragma unroll 1
+  for (DecodeUnit u; next_unit(block, p, place, u);) {
 #pragma unroll 1
     for (int first = 0; first < u.units.tiles; first += 32) {
       __syncwarp();
@@ -163,12 +169,21 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
           for (int at = block.lane * 16; at < bytes; at += 32 * 16)
             copy16_async(to + (at ^ row_order(at, line_shift)), (at < end ? newer : older) + at, at >= begin && at < limit ? 16 : 0);
         }
+        if (part % 2 != 0 && row == 0 && p.cache.element == CacheElement::kFp8) {
+#pragma unroll 1
+          for (int slot = block.lane; slot < kPageTokens; slot += 32) {
+            const int64_t from = int64_t{slot < tile.w ? tile.x : tile.y} + slot;
+            const int n_bytes = slot >= tile.z && (slot < tile.w || tile.y >= 0) ? 4 : 0;
+            copy4_async(shared_address(&small->scales[ring.slot][0][slot]), p.cache.key_scales + from, n_bytes);
+            copy4_async(shared_address(&small->scales[ring.slot][1][slot]), p.cache.value_scales + from, n_bytes);
+          }
+        }
         barrier_join_copies(&small->full[ring.slot], block.lane);
         ring.next(block.args.n_slots);
         if (ring.slot == 0) filled = true;
       }
     }
-  });
+  }
   __syncwarp();
   if (block.lane == 0) {
     small->handed.slot = ring.slot;
@@ -227,17 +242,37 @@ struct AttentionStep {
   int parts;                        // warps that share a key's columns
   int row_tiles;                    // of 16 columns of the output, of a warp
   unsigned char* scratch;
+  unsigned char* rest;              // of the scratch (AttentionScratch)
 
   __device__ __forceinline__ AttentionStep(uint32_t args_at, uint32_t shared_at, uint32_t phase_at, RingPlace& place)
       : block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at)), p(*shared_object<const AttentionPhase>(phase_at)),
-        u(block.small->units[block.warp]), ring(place), cut(p.cache, block.args.slot_bytes), dim(p.cache.head_dim), half(dim / 2),
-        group(block.lane / 4), third(block.lane % 4), parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), scratch(block.scratch) {}
+        u(block.small->units[block.warp][p.window > 0 ? 1 : 0]), ring(place), cut(p.cache, block.args.slot_bytes), dim(p.cache.head_dim), half(dim / 2),
+        group(block.lane / 4), third(block.lane % 4), parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), scratch(block.scratch),
+        rest(reinterpret_cast<unsigned char*>(block.small) - AttentionScratch::kRestBytes) {}
 
-  __device__ __forceinline__ DecodeTile begin(const DecodeUnit& unit) const {
+  // Finds the phase's next unit, into u; false if there is no other. What has been found once holds for all layers of the same shape:
+  // where a block has at most one unit, as with one row, it is kept.
+  __device__ __forceinline__ bool find(UnitPlace& place, bool is_first) const {
+    const bool makes_new = p.kv.values != nullptr;
+    if (u.known && u.window == p.window && u.n_kv_heads == p.cache.n_kv_heads && u.heads_of_kv == p.heads_of_kv && u.makes_new == makes_new)
+      return is_first && u.n_heads > 0;
+    DecodeUnit unit;
+    const bool found = next_unit(block, p, place, unit);
+    __syncwarp();
+    if (!found) {
+      // All is set but that there was none.
+      if (block.lane == 0) {
+        if (is_first) u.n_heads = 0;
+        u.window = p.window, u.n_kv_heads = p.cache.n_kv_heads, u.heads_of_kv = p.heads_of_kv, u.makes_new = makes_new;
+        u.known = is_first || u.n_found == 1;
+      }
+      __syncwarp();
+      return false;
+    }
     const int position = block.small->positions[unit.row], sequence = block.small->sequences[unit.row];
     const DecodeTile tile = decode_tile(position, p.window, unit.units, unit.unit, 0);
     uint32_t new_rows = 0;
-    if (p.kv.values != nullptr) {
+    if (makes_new) {
       const int first_page = unit.unit * unit.units.tiles, n_pages = unit.units.tiles;
 #pragma unroll 1
       for (int row = 0; row < block.args.n_rows; ++row) {
@@ -247,12 +282,20 @@ struct AttentionStep {
         if (holds) new_rows |= 1u << row;
       }
     }
+    if (block.lane == 0) {
+      u.row = unit.row, u.kv_head = unit.kv_head, u.first_head = unit.first_head, u.n_heads = unit.n_heads;
+      u.unit = unit.unit, u.n_units = unit.units.count, u.n_tiles = unit.units.tiles, u.neighbours = unit.units.neighbours;
+      u.first_tile_of_heads = unit.first_tile_of_heads, u.position = position, u.new_rows = new_rows;
+      u.tile = make_int4(tile.page, tile.begin, tile.end, tile.older);
+      u.n_found = is_first ? 1 : 2;
+      u.known = false;
+    }
     __syncwarp();
-    if (block.lane == 0)
-      u = {unit.row, unit.kv_head, unit.first_head, unit.n_heads, unit.unit, unit.units.count, unit.units.tiles, unit.units.neighbours,
-           unit.first_tile_of_heads, position, new_rows};
-    __syncwarp();
-    return tile;
+    return true;
+  }
+  __device__ __forceinline__ DecodeTile first_tile() const {
+    const int4 tile = u.tile;
+    return {tile.x, tile.y, tile.z, tile.w};
   }
   __device__ __forceinline__ DecodeTile tile_of(int t) const {
     return decode_tile(u.position, p.window, {u.n_units, u.n_tiles, u.neighbours}, u.unit, t);
@@ -275,26 +318,6 @@ struct AttentionStep {
     __syncwarp();
     if (block.lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
     ring.next(block.args.n_slots);
-  }
-
-  // Scales of this lane's two keys in the softmax.
-  struct KeyScales {
-    float keys[2], values[2];
-  };
-  __device__ __forceinline__ void load_scales(const DecodeTile& tile, KeyScales& scales) const {
-    if constexpr (kFp8) {
-      if (block.warp >= u.n_heads) return;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int slot = block.lane + 32 * i;
-        scales.keys[i] = scales.values[i] = 1.0f;
-        if (live(tile, slot)) {
-          const int64_t row = row_of(slot < tile.end ? tile.page : tile.older, slot);
-          scales.keys[i] = p.cache.key_scales[row];
-          scales.values[i] = p.cache.value_scales[row];
-        }
-      }
-    }
   }
 
   // ---- queries, new keys and values ----
@@ -333,6 +356,14 @@ struct AttentionStep {
         to[0] = __uint_as_float(b.x & mask), to[1] = __uint_as_float(b.y & mask);
         to[2] = __uint_as_float(b.z & mask), to[3] = __uint_as_float(b.w & mask);
       }
+  }
+  // A lane's 4 pairs of a group of some row.
+  __device__ __forceinline__ void load_group(Head& to, int group_of_pairs, const float* from) const {
+    const int pair = first_pair(group_of_pairs, block.lane), at = 4 * group_of_pairs;
+    float4 a = make_float4(0, 0, 0, 0), b = a;
+    if (pair < half) a = __ldca(reinterpret_cast<const float4*>(from + pair)), b = __ldca(reinterpret_cast<const float4*>(from + half + pair));
+    to.first[at] = a.x, to.first[at + 1] = a.y, to.first[at + 2] = a.z, to.first[at + 3] = a.w;
+    to.second[at] = b.x, to.second[at + 1] = b.y, to.second[at + 2] = b.z, to.second[at + 3] = b.w;
   }
   // A lane's 4 neighbouring values of q. FP8 codes are widened in another order than they lie in (scores).
   __device__ __forceinline__ void put_query(int task, int col, const float* v) const {
@@ -385,12 +416,19 @@ struct AttentionStep {
       const float eps = is_query ? p.q_eps : is_values ? p.v_eps : p.k_eps;
       const float* rope = is_query ? (p.finish ? p.q_rope : nullptr) : is_values ? nullptr : p.k_rope;
       Head weights, turns;
-      if (norms && weight != nullptr) load_halves<true>(weights, half, block.lane, weight);
-      else fill_head(weights, 1);
-      if (rope != nullptr) load_halves<true>(turns, half, block.lane, rope + row * dim);
+      // Those of the second half of the pairs come later: there are not enough registers.
+      fill_head(weights, 1);
+      if (weight != nullptr) load_group(weights, 0, weight);
+      if (rope != nullptr) load_group(turns, 0, rope + row * dim);
       load_head(head, is_query ? p.q : p.kv, row, col);
-      if (norms) norm_head(head, half, weights, eps);
-      if (rope != nullptr) turn_head(head, half, turns);
+      if (norms) {
+        if (weight != nullptr && half > 128) load_group(weights, 1, weight);
+        norm_head(head, half, weights, eps);
+      }
+      if (rope != nullptr) {
+        if (half > 128) load_group(turns, 1, rope + row * dim);
+        turn_head(head, half, turns);
+      }
       const float scale = kFp8 && !is_query ? cache_scale(head, half) : 1.0f;
       const bool appends = !is_query && p.appends && row == u.row && u.first_tile_of_heads;
       const int64_t to_row = appends ? row_of(u.position / kPageTokens, u.position % kPageTokens) : 0;
@@ -448,7 +486,7 @@ struct AttentionStep {
         uint32_t queries = shared_address(scratch + AttentionScratch::kQueriesAt) +
                            static_cast<uint32_t>(block.lane % 8 * AttentionScratch::query_bytes(dim) + (first_col + block.lane / 8 * 8) * 2);
         float d[4][4] = {};
-#pragma unroll 1
+#pragma unroll 2
         for (int step = 0; step < n_steps; ++step) {
           uint32_t a[2][4];
           load_matrices(a[0], keys + static_cast<uint32_t>(offset ^ order));
@@ -473,7 +511,7 @@ struct AttentionStep {
           }
           queries += 64;
         }
-        float* scores = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt);
+        float* scores = reinterpret_cast<float*>(rest + AttentionScratch::kScoresAt);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           if (n >= n_tiles) break;
@@ -487,15 +525,22 @@ struct AttentionStep {
   }
 
   // This warp's head; the running state stays in its registers.
-  __device__ __forceinline__ void softmax(const DecodeTile& tile, KeyScales scales, float& largest, float& sum) const {
+  __device__ __forceinline__ void softmax(const DecodeTile& tile, float& largest, float& sum) const {
     const int head = block.warp;
     if (head >= u.n_heads) return;
-    const float* scores = reinterpret_cast<const float*>(scratch + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride;
+    const float* scores = reinterpret_cast<const float*>(rest + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride;
+    float key_scales[2] = {1, 1}, value_scales[2] = {1, 1};
     if constexpr (kFp8) {
+      await();                       // they come with the values
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        key_scales[i] = block.small->scales[ring.slot][0][block.lane + 32 * i];
+        value_scales[i] = block.small->scales[ring.slot][1][block.lane + 32 * i];
+      }
       for_new(tile, [&](int row, int slot) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (slot == block.lane + 32 * i) scales.keys[i] = new_scale(row, false), scales.values[i] = new_scale(row, true);
+          if (slot == block.lane + 32 * i) key_scales[i] = new_scale(row, false), value_scales[i] = new_scale(row, true);
       });
     }
     float score[2];
@@ -505,27 +550,27 @@ struct AttentionStep {
       constexpr int kPart = kUnitHeads * AttentionScratch::kScoreStride;
       float product = __fadd_rn(scores[slot], scores[kPart + slot]);
       if (parts == 4) product = __fadd_rn(__fadd_rn(product, scores[2 * kPart + slot]), scores[3 * kPart + slot]);
-      if constexpr (kFp8) product = __fmul_rn(product, scales.keys[i]);
+      if constexpr (kFp8) product = __fmul_rn(product, key_scales[i]);
       score[i] = live(tile, slot) ? attention_score(product, p.scale, p.softcap) : -INFINITY;
     }
     const float raised = fmaxf(largest, lane_max(fmaxf(score[0], score[1])));
     const float factor = raised == -INFINITY ? 1.0f : expf(largest - raised);
     largest = raised;
-    unsigned char* weights = scratch + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes;
+    unsigned char* weights = rest + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes;
     float total = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int slot = block.lane + 32 * i;
       float weight = live(tile, slot) && raised != -INFINITY ? expf(score[i] - raised) : 0.0f;
       total = __fadd_rn(total, weight);
-      if constexpr (kFp8) weight = live(tile, slot) ? __fmul_rn(weight, scales.values[i]) : 0.0f;
+      if constexpr (kFp8) weight = live(tile, slot) ? __fmul_rn(weight, value_scales[i]) : 0.0f;
       const Bf16Pair pair = split_bf16(weight);
       reinterpret_cast<__nv_bfloat16*>(weights)[slot] = pair.high;
       reinterpret_cast<__nv_bfloat16*>(weights + AttentionScratch::kWeightBytes)[slot] = pair.low;
     }
     sum = __fmaf_rn(sum, factor, lane_sum(total));
     if (block.lane == 0) {
-      float* state = reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt) + head;
+      float* state = reinterpret_cast<float*>(rest + AttentionScratch::kStateAt) + head;
       state[0] = factor;
       state[kUnitHeads] = largest;
       state[2 * kUnitHeads] = sum;
@@ -538,7 +583,7 @@ struct AttentionStep {
   __device__ __forceinline__ void weigh(const DecodeTile& tile, float (&sums)[2][4][4]) const {
     const int n_tiles = (u.n_heads + 3) / 4, piece_rows = 1 << cut.piece_shift, first_byte = first_column() * kElementBytes;
     const bool works = first_column() < dim;
-    const float* factors = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
+    const float* factors = reinterpret_cast<const float*>(rest + AttentionScratch::kStateAt);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n >= n_tiles) break;
@@ -551,7 +596,7 @@ struct AttentionStep {
     // Which key and column this lane says of four matrices of 8 keys; of FP8, 8 keys and 16 columns.
     const int upper = block.lane / 16, middle = block.lane / 8 % 2;
     const int key = block.lane % 8 + (kFp8 ? middle : upper) * 8, byte = first_byte + (kFp8 ? (row_tiles == 2 ? upper : 0) : middle) * 16;
-    uint32_t weights = shared_address(scratch + AttentionScratch::kWeightsAt) +
+    uint32_t weights = shared_address(rest + AttentionScratch::kWeightsAt) +
                        static_cast<uint32_t>((block.lane % 8 + upper * 8) * AttentionScratch::kWeightBytes + middle * 16);
 #pragma unroll 1
     for (int first_key = 0; first_key < kPageTokens; first_key += 16, weights += 32) {
@@ -601,7 +646,7 @@ struct AttentionStep {
   }
 
   __device__ __forceinline__ void store(const float (&sums)[2][4][4]) const {
-    const float* state = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
+    const float* state = reinterpret_cast<const float*>(rest + AttentionScratch::kStateAt);
     constexpr int kApart = kFp8 ? 1 : 8;         // a lane's two columns
     const bool whole = u.n_units == 1;
     if (first_column() < dim) {
@@ -638,24 +683,24 @@ struct AttentionStep {
 // kernel. Its arguments are addresses of shared memory, so that the compiler knows them as such.
 template <bool kFp8>
 __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
-  using Step = AttentionStep<kFp8>;
   RingPlace ring;
+  const auto step = [&]() { return AttentionStep<kFp8>(args_at, shared_at, phase_at, ring); };
   {
-    const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
-    const WarpPlace& place = block.small->places[block.warp];
-    ring = {place.slot, place.parity};
+    const auto now = step();
+    const WarpPlace& warp_place = now.block.small->places[now.block.warp];
+    ring = {warp_place.slot, warp_place.parity};
   }
-  const DecodeBlock all(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
-  for_units(all, *shared_object<const AttentionPhase>(phase_at), [&](const DecodeUnit& unit) {
-    const auto step = [&]() { return Step(args_at, shared_at, phase_at, ring); };
-    typename Step::KeyScales scales;
+  UnitPlace place = {0, block_index()};
+#pragma unroll 1
+  for (bool is_first = true;; is_first = false) {
     DecodeTile tile;
     {
-      const Step now = step();
-      tile = now.begin(unit);
-      now.load_scales(tile, scales);
+      const auto now = step();
+      if (!now.find(place, is_first)) break;
+      tile = now.first_tile();
+      // Others may still be at the unit before, or add up partial sums of the phase before.
+      if (!is_first || AttentionScratch::begin_bytes(now.dim, now.u.n_heads, now.block.args.n_rows) > now.block.args.partials_at) DecodeBlock::barrier();
     }
-    DecodeBlock::barrier();              // the scratch changes hands
     step().finish_heads();
     DecodeBlock::barrier();
     float largest = -INFINITY, sum = 0;
@@ -664,27 +709,19 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
     for (int t = 0;;) {
       step().score(tile);
       DecodeBlock::barrier();
-      step().softmax(tile, scales, largest, sum);
+      step().softmax(tile, largest, sum);
       DecodeBlock::barrier();
-      bool more;
-      const DecodeTile last = tile;
-      {
-        const Step now = step();
-        more = ++t < now.u.n_tiles;
-        if (more) {
-          tile = now.tile_of(t);
-          now.load_scales(tile, scales);
-        }
-      }
-      step().weigh(last, sums);
-      if (!more) break;
+      step().weigh(tile, sums);
+      const auto now = step();
+      if (++t >= now.u.n_tiles) break;
+      tile = now.tile_of(t);
     }
     step().store(sums);
-  });
-  const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
-  WarpPlace& place = block.small->places[block.warp];
+  }
+  const auto now = step();
+  WarpPlace& warp_place = now.block.small->places[now.block.warp];
   __syncwarp();
-  if (block.lane == 0) place.slot = ring.slot, place.parity = ring.parity;
+  if (now.block.lane == 0) warp_place.slot = ring.slot, warp_place.parity = ring.parity;
   __syncwarp();
 }
 
@@ -765,6 +802,11 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
 __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
   const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
   const AttentionPhase& p = *shared_object<const AttentionPhase>(phase_at);
+  bool merges = false;
+#pragma unroll 1
+  for (int row = 0; row < block.args.n_rows; ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
+  if (!merges) return;
+  DecodeBlock::barrier();                // the scratch changes hands
   const int column_bits = 31 - __clz(p.cache.head_dim / kMergeColumns), n_tasks = p.n_heads << column_bits, n_blocks = static_cast<int>(gridDim.x);
   // The next task of this warp, and of its eight.
   int warp_task = block_index() + block.warp * n_blocks, eight_task = block_index() + block.warp / kMergeWarps * n_blocks;
@@ -791,20 +833,14 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
                                               Stamp&& stamp) {
   const auto call = [&](auto&& function) {
     const DecodeBlock block(args, afresh(shared));
-    function(block, shared_address(&block.small->args), shared_address(shared), shared_address(&p));
+    function(shared_address(&block.small->args), shared_address(shared), shared_address(&p));
   };
-  call([&](const DecodeBlock&, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
+  call([&](uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
     if (p.cache.element == CacheElement::kFp8) attend<true>(args_at, shared_at, phase_at);
     else attend<false>(args_at, shared_at, phase_at);
   });
   stamp(1);
-  call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
-    bool merges = false;
-    for (int row = 0; row < block.args.n_rows; ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
-    if (!merges) return;
-    DecodeBlock::barrier();              // the scratch changes hands
-    merge(args_at, shared_at, phase_at);
-  });
+  call([](uint32_t args_at, uint32_t shared_at, uint32_t phase_at) { merge(args_at, shared_at, phase_at); });
   stamp(2);
   before_barrier();
   DecodeBlock::barrier();
