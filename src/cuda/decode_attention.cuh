@@ -115,6 +115,13 @@ struct TileCut {
   __device__ __forceinline__ int pieces() const { return kPageTokens >> piece_shift; }
 };
 
+// The slots [begin, end) of a tile that are multiplied, 16 at a time.
+struct TileSteps {
+  int begin, end;
+  __device__ __forceinline__ explicit TileSteps(const DecodeTile& tile) : begin(tile.begin & ~15), end(tile.older >= 0 ? kPageTokens : (tile.end + 15) & ~15) {}
+  __device__ __forceinline__ bool holds(int first) const { return first >= begin && first < end; }
+};
+
 // ---- the copying warp ----
 
 // Keys and values of this block's units of a phase, into the ring; all lanes. What stays the same is kept in shared memory: these
@@ -159,14 +166,17 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
         const int begin = (tile.z - row) << row_shift, end = (tile.w - row) << row_shift;
         const uint8_t* newer = pool + (int64_t{tile.x + row} << row_shift);
         const uint32_t to = shared_address(block.ring + ring.slot * block.args.slot_bytes);
-        if (begin <= 0 && end >= bytes) {
+        // Nobody reads 16 rows without a live one.
+        const TileSteps steps({0, tile.z, tile.w, tile.y});
+        const int from = max(steps.begin - row, 0) << row_shift, stop = min((steps.end - row) << row_shift, bytes);
+        if (begin <= from && end >= stop) {
 #pragma unroll 4
-          for (int at = block.lane * 16; at < bytes; at += 32 * 16) copy16_async(to + (at ^ row_order(at, line_shift)), newer + at, 16);
+          for (int at = from + block.lane * 16; at < stop; at += 32 * 16) copy16_async(to + (at ^ row_order(at, line_shift)), newer + at, 16);
         } else {
           const int limit = tile.y >= 0 ? bytes : end;
           const uint8_t* older = pool + (int64_t{tile.y + row} << row_shift);
-#pragma unroll 1
-          for (int at = block.lane * 16; at < bytes; at += 32 * 16)
+#pragma unroll 2
+          for (int at = from + block.lane * 16; at < stop; at += 32 * 16)
             copy16_async(to + (at ^ row_order(at, line_shift)), (at < end ? newer : older) + at, at >= begin && at < limit ? 16 : 0);
         }
         if (part % 2 != 0 && row == 0 && p.cache.element == CacheElement::kFp8) {
@@ -473,7 +483,7 @@ struct AttentionStep {
 #pragma unroll 1
     for (int piece = 0; piece < n_pieces; ++piece) {
       await();
-      if (piece == own_piece && part < parts) {
+      if (piece == own_piece && part < parts && TileSteps(tile).holds(key_group * 16)) {
         // This lane's key row, for all lanes.
         int offset = (slot - (piece << cut.piece_shift)) << cut.row_shift;
         int order = row_order(offset, cut.line_shift());
@@ -583,6 +593,7 @@ struct AttentionStep {
   __device__ __forceinline__ void weigh(const DecodeTile& tile, float (&sums)[2][4][4]) const {
     const int n_tiles = (u.n_heads + 3) / 4, piece_rows = 1 << cut.piece_shift, first_byte = first_column() * kElementBytes;
     const bool works = first_column() < dim;
+    const TileSteps steps(tile);
     const float* factors = reinterpret_cast<const float*>(rest + AttentionScratch::kStateAt);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -614,7 +625,7 @@ struct AttentionStep {
           __syncwarp();
         });
       }
-      if (works) {
+      if (works && steps.holds(first_key)) {
         const int offset = ((piece_key + key) << cut.row_shift) + byte, order = row_order(offset, cut.line_shift());
         const uint32_t values = slot_address(ring);
         uint32_t a[2][4];
