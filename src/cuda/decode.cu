@@ -105,10 +105,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   constexpr int kPhaseWords = sizeof(DecodePhase) / 16;
   static_assert(kPhaseWords <= 32);
   if (block.warp == 0) {
-    if (lane < kMatvecWarps) {
-      small->places[lane] = {0, 0, 0, 0};
-      small->units[lane][0].known = small->units[lane][1].known = false;
-    }
+    if (lane < kMatvecWarps) small->places[lane] = {0, 0, 0, 0};
     small->tables[0][lane] = kPositiveLow;
     small->tables[1][lane] = kNegativeLow;
     small->tables[2][lane] = ~0u;

@@ -36,23 +36,18 @@ inline constexpr int kMergeColumns = 32;
 inline constexpr int kMergeWarps = 8;
 inline constexpr int kMergeShare = (kMaxDecodeUnits + kMergeWarps - 1) / kMergeWarps;    // units that one warp merges
 
-// Scratch of a unit, in bytes. q: [2 · heads][head_dim] bf16, high and low rows in turn; keys and values of new tokens. These are at
-// its begin, where x of the phase before was, so that they can be written while its partial sums are still read; the rest at its end.
+// Scratch of a unit, in bytes. q: [2 · heads][head_dim] bf16, high and low rows in turn; keys and values of new tokens.
 struct AttentionScratch {
-  static constexpr int kNewScalesAt = 0;                  // f32 [8 rows][2]
-  static constexpr int kQueriesAt = kNewScalesAt + kDecodeRows * 2 * 4;
-  BERYL_HOST_DEVICE static constexpr int query_bytes(int head_dim) { return head_dim * 2 + 16; }
-  BERYL_HOST_DEVICE static constexpr int new_at(int head_dim, int heads) { return kQueriesAt + (heads + 3) / 4 * 8 * query_bytes(head_dim); }
-  BERYL_HOST_DEVICE static constexpr int begin_bytes(int head_dim, int heads, int n_rows) { return new_at(head_dim, heads) + n_rows * 2 * head_dim * 2; }
-  // From the rest's begin on.
   static constexpr int kScoreStride = kPageTokens + 8;    // spreads heads over the banks
   static constexpr int kWeightBytes = kPageTokens * 2 + 16;   // a row of bf16, likewise
   static constexpr int kScoresAt = 0;                     // f32 [4 parts][16 heads][kScoreStride]
   static constexpr int kWeightsAt = kScoresAt + 4 * kUnitHeads * kScoreStride * 4;   // [2 · heads]
   static constexpr int kStateAt = kWeightsAt + 2 * kUnitHeads * kWeightBytes;         // f32 [3][16]: factor, maximum, sum
-  static constexpr int kRestBytes = kStateAt + 3 * kUnitHeads * 4;
-  static_assert(kRestBytes % 16 == 0);
-  static constexpr int bytes(int head_dim, int heads, int n_rows) { return begin_bytes(head_dim, heads, n_rows) + kRestBytes; }
+  static constexpr int kNewScalesAt = kStateAt + 3 * kUnitHeads * 4;                  // f32 [8 rows][2]
+  static constexpr int kQueriesAt = kNewScalesAt + kDecodeRows * 2 * 4;
+  BERYL_HOST_DEVICE static constexpr int query_bytes(int head_dim) { return head_dim * 2 + 16; }
+  BERYL_HOST_DEVICE static constexpr int new_at(int head_dim, int heads) { return kQueriesAt + (heads + 3) / 4 * 8 * query_bytes(head_dim); }
+  static constexpr int bytes(int head_dim, int heads, int n_rows) { return new_at(head_dim, heads) + n_rows * 2 * head_dim * 2; }
   // The merge: [2 groups][8 warps][34] f32.
   static constexpr int kMergeBytes = 2 * kMergeWarps * (kMergeColumns + 2) * 4;
 };
@@ -74,41 +69,45 @@ __device__ __forceinline__ int quick_quotient(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
 }
 
-// Where this block is among a phase's units.
-struct UnitPlace {
-  int row, index;
-};
-// The next unit of this block; false if there is none.
-__device__ __forceinline__ bool next_unit(const DecodeBlock& block, const AttentionPhase& p, UnitPlace& at, DecodeUnit& unit) {
-  const int heads = p.heads_of_kv, n_kv_heads = p.cache.n_kv_heads;
+// Calls function(unit) for all units of this block.
+template <class Function>
+__device__ __forceinline__ void for_units(const DecodeBlock& block, const AttentionPhase& p, Function&& function) {
+  int index = block_index();
 #pragma unroll 1
-  for (; at.row < block.args.n_rows; ++at.row) {
-    const DecodeUnits units = decode_units(block.small->positions[at.row], p.window);
-    // Fewer heads in a unit where that gives work to more blocks: of each head it is the same work.
-    const auto tiles_of = [&](int bits) { return (heads + (1 << bits) - 1) >> bits; };
-    int bits = kUnitHeadBits;
-    while (bits > 2 && units.count * n_kv_heads * block.args.n_rows * tiles_of(bits - 1) <= static_cast<int>(gridDim.x)) --bits;
-    const int head_tiles = tiles_of(bits), n_items = n_kv_heads * head_tiles;
-    if (at.index < units.count * n_items) {
+  for (int row = 0; row < block.args.n_rows; ++row) {
+#pragma unroll 1
+    for (;; index += static_cast<int>(gridDim.x)) {
+      // In here, so that nothing is computed before the loop and kept for all of it.
+      const DecodeShared* small = afresh(block.small);
+      const int heads = p.heads_of_kv, n_kv_heads = p.cache.n_kv_heads;
+      const DecodeUnits units = decode_units(small->positions[row], p.window);
+      // Fewer heads in a unit where that gives work to more blocks: of each head it is the same work.
+      const auto tiles_of = [&](int bits) { return (heads + (1 << bits) - 1) >> bits; };
+      int bits = kUnitHeadBits;
+      while (bits > 2 && units.count * n_kv_heads * block.args.n_rows * tiles_of(bits - 1) <= static_cast<int>(gridDim.x)) --bits;
+      const int head_tiles = tiles_of(bits), n_items = n_kv_heads * head_tiles;
+      if (index >= units.count * n_items) {
+        index -= units.count * n_items;
+        break;
+      }
       // Neighbouring blocks have neighbouring KV heads of one page.
-      const int number = quick_quotient(at.index, n_items), item = at.index - number * n_items, kv_head = quick_quotient(item, head_tiles),
+      const int unit = quick_quotient(index, n_items), item = index - unit * n_items, kv_head = quick_quotient(item, head_tiles),
                 head_tile = item - kv_head * head_tiles;
-      unit = {at.row, kv_head, kv_head * heads + (head_tile << bits), min(heads - (head_tile << bits), 1 << bits), number, units, head_tile == 0};
-      at.index += static_cast<int>(gridDim.x);
-      return true;
+      function(DecodeUnit{row, kv_head, kv_head * heads + (head_tile << bits), min(heads - (head_tile << bits), 1 << bits), unit, units, head_tile == 0});
     }
-    at.index -= units.count * n_items;
   }
-  return false;
 }
 
 // How the rows of a tile lie in the ring: pieces of 16, 32 or 64, a slot each; first all of the keys, then the values.
+// Of an FP8 cache all scales of the tile are at the end of the slot where its values begin.
 struct TileCut {
+  static constexpr int kScaleBytes = 2 * kPageTokens * 4;
   int row_shift;                    // bytes of a row: 1 << row_shift
   int piece_shift;                  // rows of a piece
   __device__ __forceinline__ TileCut(const CacheView& cache, int slot_bytes) {
     const int row_bytes = cache.element == CacheElement::kFp8 ? cache.head_dim : 2 * cache.head_dim;
     row_shift = 31 - __clz(row_bytes);
+    if (cache.element == CacheElement::kFp8) slot_bytes -= kScaleBytes;
     piece_shift = min(31 - __clz(slot_bytes) - row_shift, 6);
   }
   __device__ __forceinline__ int line_shift() const { return max(row_shift, 7); }
@@ -118,9 +117,15 @@ struct TileCut {
 // The slots [begin, end) of a tile that are multiplied, 16 at a time.
 struct TileSteps {
   int begin, end;
-  __device__ __forceinline__ explicit TileSteps(const DecodeTile& tile) : begin(tile.begin & ~15), end(tile.older >= 0 ? kPageTokens : (tile.end + 15) & ~15) {}
+  __device__ __forceinline__ explicit TileSteps(const DecodeTile& tile)
+      : begin(tile.begin & ~15), end(tile.older >= 0 ? kPageTokens : (tile.end + 15) & ~15) {}
   __device__ __forceinline__ bool holds(int first) const { return first >= begin && first < end; }
 };
+
+// 4 bytes to shared memory, asynchronous, or a zero where n_bytes is 0.
+__device__ __forceinline__ void copy4_async(uint32_t to, const void* from, int n_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(n_bytes) : "memory");
+}
 
 // ---- the copying warp ----
 
@@ -137,9 +142,7 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
     small->row_shift = cut.row_shift;
     small->piece_shift = cut.piece_shift;
   }
-  UnitPlace place = {0, block_index()};
-#pragma unroll 1
-  for (DecodeUnit u; next_unit(block, p, place, u);) {
+  for_units(block, p, [&](const DecodeUnit& u) {
 #pragma unroll 1
     for (int first = 0; first < u.units.tiles; first += 32) {
       __syncwarp();
@@ -168,15 +171,15 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
         const uint32_t to = shared_address(block.ring + ring.slot * block.args.slot_bytes);
         // Nobody reads 16 rows without a live one.
         const TileSteps steps({0, tile.z, tile.w, tile.y});
-        const int from = max(steps.begin - row, 0) << row_shift, stop = min((steps.end - row) << row_shift, bytes);
-        if (begin <= from && end >= stop) {
+        const int first_byte = max(steps.begin - row, 0) << row_shift, stop = min((steps.end - row) << row_shift, bytes);
+        if (begin <= first_byte && end >= stop) {
 #pragma unroll 4
-          for (int at = from + block.lane * 16; at < stop; at += 32 * 16) copy16_async(to + (at ^ row_order(at, line_shift)), newer + at, 16);
+          for (int at = first_byte + block.lane * 16; at < stop; at += 32 * 16) copy16_async(to + (at ^ row_order(at, line_shift)), newer + at, 16);
         } else {
           const int limit = tile.y >= 0 ? bytes : end;
           const uint8_t* older = pool + (int64_t{tile.y + row} << row_shift);
 #pragma unroll 2
-          for (int at = from + block.lane * 16; at < stop; at += 32 * 16)
+          for (int at = first_byte + block.lane * 16; at < stop; at += 32 * 16)
             copy16_async(to + (at ^ row_order(at, line_shift)), (at < end ? newer : older) + at, at >= begin && at < limit ? 16 : 0);
         }
         if (part % 2 != 0 && row == 0 && p.cache.element == CacheElement::kFp8) {
@@ -184,8 +187,9 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
           for (int slot = block.lane; slot < kPageTokens; slot += 32) {
             const int64_t from = int64_t{slot < tile.w ? tile.x : tile.y} + slot;
             const int n_bytes = slot >= tile.z && (slot < tile.w || tile.y >= 0) ? 4 : 0;
-            copy4_async(shared_address(&small->scales[ring.slot][0][slot]), p.cache.key_scales + from, n_bytes);
-            copy4_async(shared_address(&small->scales[ring.slot][1][slot]), p.cache.value_scales + from, n_bytes);
+            const uint32_t scale = to + static_cast<uint32_t>(block.args.slot_bytes - TileCut::kScaleBytes + slot * 4);
+            copy4_async(scale, p.cache.key_scales + from, n_bytes);
+            copy4_async(scale + kPageTokens * 4, p.cache.value_scales + from, n_bytes);
           }
         }
         barrier_join_copies(&small->full[ring.slot], block.lane);
@@ -193,7 +197,7 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
         if (ring.slot == 0) filled = true;
       }
     }
-  }
+  });
   __syncwarp();
   if (block.lane == 0) {
     small->handed.slot = ring.slot;
@@ -252,37 +256,17 @@ struct AttentionStep {
   int parts;                        // warps that share a key's columns
   int row_tiles;                    // of 16 columns of the output, of a warp
   unsigned char* scratch;
-  unsigned char* rest;              // of the scratch (AttentionScratch)
 
   __device__ __forceinline__ AttentionStep(uint32_t args_at, uint32_t shared_at, uint32_t phase_at, RingPlace& place)
       : block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at)), p(*shared_object<const AttentionPhase>(phase_at)),
-        u(block.small->units[block.warp][p.window > 0 ? 1 : 0]), ring(place), cut(p.cache, block.args.slot_bytes), dim(p.cache.head_dim), half(dim / 2),
-        group(block.lane / 4), third(block.lane % 4), parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), scratch(block.scratch),
-        rest(reinterpret_cast<unsigned char*>(block.small) - AttentionScratch::kRestBytes) {}
+        u(block.small->units[block.warp]), ring(place), cut(p.cache, block.args.slot_bytes), dim(p.cache.head_dim), half(dim / 2),
+        group(block.lane / 4), third(block.lane % 4), parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), scratch(block.scratch) {}
 
-  // Finds the phase's next unit, into u; false if there is no other. What has been found once holds for all layers of the same shape:
-  // where a block has at most one unit, as with one row, it is kept.
-  __device__ __forceinline__ bool find(UnitPlace& place, bool is_first) const {
-    const bool makes_new = p.kv.values != nullptr;
-    if (u.known && u.window == p.window && u.n_kv_heads == p.cache.n_kv_heads && u.heads_of_kv == p.heads_of_kv && u.makes_new == makes_new)
-      return is_first && u.n_heads > 0;
-    DecodeUnit unit;
-    const bool found = next_unit(block, p, place, unit);
-    __syncwarp();
-    if (!found) {
-      // All is set but that there was none.
-      if (block.lane == 0) {
-        if (is_first) u.n_heads = 0;
-        u.window = p.window, u.n_kv_heads = p.cache.n_kv_heads, u.heads_of_kv = p.heads_of_kv, u.makes_new = makes_new;
-        u.known = is_first || u.n_found == 1;
-      }
-      __syncwarp();
-      return false;
-    }
+  __device__ __forceinline__ DecodeTile begin(const DecodeUnit& unit) const {
     const int position = block.small->positions[unit.row], sequence = block.small->sequences[unit.row];
     const DecodeTile tile = decode_tile(position, p.window, unit.units, unit.unit, 0);
     uint32_t new_rows = 0;
-    if (makes_new) {
+    if (p.kv.values != nullptr) {
       const int first_page = unit.unit * unit.units.tiles, n_pages = unit.units.tiles;
 #pragma unroll 1
       for (int row = 0; row < block.args.n_rows; ++row) {
@@ -292,20 +276,12 @@ struct AttentionStep {
         if (holds) new_rows |= 1u << row;
       }
     }
-    if (block.lane == 0) {
-      u.row = unit.row, u.kv_head = unit.kv_head, u.first_head = unit.first_head, u.n_heads = unit.n_heads;
-      u.unit = unit.unit, u.n_units = unit.units.count, u.n_tiles = unit.units.tiles, u.neighbours = unit.units.neighbours;
-      u.first_tile_of_heads = unit.first_tile_of_heads, u.position = position, u.new_rows = new_rows;
-      u.tile = make_int4(tile.page, tile.begin, tile.end, tile.older);
-      u.n_found = is_first ? 1 : 2;
-      u.known = false;
-    }
     __syncwarp();
-    return true;
-  }
-  __device__ __forceinline__ DecodeTile first_tile() const {
-    const int4 tile = u.tile;
-    return {tile.x, tile.y, tile.z, tile.w};
+    if (block.lane == 0)
+      u = {unit.row, unit.kv_head, unit.first_head, unit.n_heads, unit.unit, unit.units.count, unit.units.tiles, unit.units.neighbours,
+           unit.first_tile_of_heads, position, new_rows};
+    __syncwarp();
+    return tile;
   }
   __device__ __forceinline__ DecodeTile tile_of(int t) const {
     return decode_tile(u.position, p.window, {u.n_units, u.n_tiles, u.neighbours}, u.unit, t);
@@ -367,14 +343,6 @@ struct AttentionStep {
         to[2] = __uint_as_float(b.z & mask), to[3] = __uint_as_float(b.w & mask);
       }
   }
-  // A lane's 4 pairs of a group of some row.
-  __device__ __forceinline__ void load_group(Head& to, int group_of_pairs, const float* from) const {
-    const int pair = first_pair(group_of_pairs, block.lane), at = 4 * group_of_pairs;
-    float4 a = make_float4(0, 0, 0, 0), b = a;
-    if (pair < half) a = __ldca(reinterpret_cast<const float4*>(from + pair)), b = __ldca(reinterpret_cast<const float4*>(from + half + pair));
-    to.first[at] = a.x, to.first[at + 1] = a.y, to.first[at + 2] = a.z, to.first[at + 3] = a.w;
-    to.second[at] = b.x, to.second[at + 1] = b.y, to.second[at + 2] = b.z, to.second[at + 3] = b.w;
-  }
   // A lane's 4 neighbouring values of q. FP8 codes are widened in another order than they lie in (scores).
   __device__ __forceinline__ void put_query(int task, int col, const float* v) const {
     unsigned char* high = scratch + AttentionScratch::kQueriesAt + task * 2 * AttentionScratch::query_bytes(dim);
@@ -426,19 +394,12 @@ struct AttentionStep {
       const float eps = is_query ? p.q_eps : is_values ? p.v_eps : p.k_eps;
       const float* rope = is_query ? (p.finish ? p.q_rope : nullptr) : is_values ? nullptr : p.k_rope;
       Head weights, turns;
-      // Those of the second half of the pairs come later: there are not enough registers.
-      fill_head(weights, 1);
-      if (weight != nullptr) load_group(weights, 0, weight);
-      if (rope != nullptr) load_group(turns, 0, rope + row * dim);
+      if (norms && weight != nullptr) load_halves<true>(weights, half, block.lane, weight);
+      else fill_head(weights, 1);
+      if (rope != nullptr) load_halves<true>(turns, half, block.lane, rope + row * dim);
       load_head(head, is_query ? p.q : p.kv, row, col);
-      if (norms) {
-        if (weight != nullptr && half > 128) load_group(weights, 1, weight);
-        norm_head(head, half, weights, eps);
-      }
-      if (rope != nullptr) {
-        if (half > 128) load_group(turns, 1, rope + row * dim);
-        turn_head(head, half, turns);
-      }
+      if (norms) norm_head(head, half, weights, eps);
+      if (rope != nullptr) turn_head(head, half, turns);
       const float scale = kFp8 && !is_query ? cache_scale(head, half) : 1.0f;
       const bool appends = !is_query && p.appends && row == u.row && u.first_tile_of_heads;
       const int64_t to_row = appends ? row_of(u.position / kPageTokens, u.position % kPageTokens) : 0;
@@ -496,7 +457,7 @@ struct AttentionStep {
         uint32_t queries = shared_address(scratch + AttentionScratch::kQueriesAt) +
                            static_cast<uint32_t>(block.lane % 8 * AttentionScratch::query_bytes(dim) + (first_col + block.lane / 8 * 8) * 2);
         float d[4][4] = {};
-#pragma unroll 2
+#pragma unroll 1
         for (int step = 0; step < n_steps; ++step) {
           uint32_t a[2][4];
           load_matrices(a[0], keys + static_cast<uint32_t>(offset ^ order));
@@ -521,7 +482,7 @@ struct AttentionStep {
           }
           queries += 64;
         }
-        float* scores = reinterpret_cast<float*>(rest + AttentionScratch::kScoresAt);
+        float* scores = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           if (n >= n_tiles) break;
@@ -538,15 +499,13 @@ struct AttentionStep {
   __device__ __forceinline__ void softmax(const DecodeTile& tile, float& largest, float& sum) const {
     const int head = block.warp;
     if (head >= u.n_heads) return;
-    const float* scores = reinterpret_cast<const float*>(rest + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride;
+    const float* scores = reinterpret_cast<const float*>(scratch + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride;
     float key_scales[2] = {1, 1}, value_scales[2] = {1, 1};
     if constexpr (kFp8) {
       await();                       // they come with the values
+      const float* scales = reinterpret_cast<const float*>(block.ring + (ring.slot + 1) * block.args.slot_bytes - TileCut::kScaleBytes) + block.lane;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        key_scales[i] = block.small->scales[ring.slot][0][block.lane + 32 * i];
-        value_scales[i] = block.small->scales[ring.slot][1][block.lane + 32 * i];
-      }
+      for (int i = 0; i < 2; ++i) key_scales[i] = scales[32 * i], value_scales[i] = scales[kPageTokens + 32 * i];
       for_new(tile, [&](int row, int slot) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -566,7 +525,7 @@ struct AttentionStep {
     const float raised = fmaxf(largest, lane_max(fmaxf(score[0], score[1])));
     const float factor = raised == -INFINITY ? 1.0f : expf(largest - raised);
     largest = raised;
-    unsigned char* weights = rest + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes;
+    unsigned char* weights = scratch + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes;
     float total = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -580,7 +539,7 @@ struct AttentionStep {
     }
     sum = __fmaf_rn(sum, factor, lane_sum(total));
     if (block.lane == 0) {
-      float* state = reinterpret_cast<float*>(rest + AttentionScratch::kStateAt) + head;
+      float* state = reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt) + head;
       state[0] = factor;
       state[kUnitHeads] = largest;
       state[2 * kUnitHeads] = sum;
@@ -594,7 +553,7 @@ struct AttentionStep {
     const int n_tiles = (u.n_heads + 3) / 4, piece_rows = 1 << cut.piece_shift, first_byte = first_column() * kElementBytes;
     const bool works = first_column() < dim;
     const TileSteps steps(tile);
-    const float* factors = reinterpret_cast<const float*>(rest + AttentionScratch::kStateAt);
+    const float* factors = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n >= n_tiles) break;
@@ -607,7 +566,7 @@ struct AttentionStep {
     // Which key and column this lane says of four matrices of 8 keys; of FP8, 8 keys and 16 columns.
     const int upper = block.lane / 16, middle = block.lane / 8 % 2;
     const int key = block.lane % 8 + (kFp8 ? middle : upper) * 8, byte = first_byte + (kFp8 ? (row_tiles == 2 ? upper : 0) : middle) * 16;
-    uint32_t weights = shared_address(rest + AttentionScratch::kWeightsAt) +
+    uint32_t weights = shared_address(scratch + AttentionScratch::kWeightsAt) +
                        static_cast<uint32_t>((block.lane % 8 + upper * 8) * AttentionScratch::kWeightBytes + middle * 16);
 #pragma unroll 1
     for (int first_key = 0; first_key < kPageTokens; first_key += 16, weights += 32) {
@@ -657,7 +616,7 @@ struct AttentionStep {
   }
 
   __device__ __forceinline__ void store(const float (&sums)[2][4][4]) const {
-    const float* state = reinterpret_cast<const float*>(rest + AttentionScratch::kStateAt);
+    const float* state = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
     constexpr int kApart = kFp8 ? 1 : 8;         // a lane's two columns
     const bool whole = u.n_units == 1;
     if (first_column() < dim) {
@@ -694,24 +653,19 @@ struct AttentionStep {
 // kernel. Its arguments are addresses of shared memory, so that the compiler knows them as such.
 template <bool kFp8>
 __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
+  using Step = AttentionStep<kFp8>;
   RingPlace ring;
-  const auto step = [&]() { return AttentionStep<kFp8>(args_at, shared_at, phase_at, ring); };
   {
-    const auto now = step();
-    const WarpPlace& warp_place = now.block.small->places[now.block.warp];
-    ring = {warp_place.slot, warp_place.parity};
+    const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
+    const WarpPlace& place = block.small->places[block.warp];
+    ring = {place.slot, place.parity};
   }
-  UnitPlace place = {0, block_index()};
-#pragma unroll 1
-  for (bool is_first = true;; is_first = false) {
+  const DecodeBlock all(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
+  for_units(all, *shared_object<const AttentionPhase>(phase_at), [&](const DecodeUnit& unit) {
+    const auto step = [&]() { return Step(args_at, shared_at, phase_at, ring); };
     DecodeTile tile;
-    {
-      const auto now = step();
-      if (!now.find(place, is_first)) break;
-      tile = now.first_tile();
-      // Others may still be at the unit before, or add up partial sums of the phase before.
-      if (!is_first || AttentionScratch::begin_bytes(now.dim, now.u.n_heads, now.block.args.n_rows) > now.block.args.partials_at) DecodeBlock::barrier();
-    }
+    tile = step().begin(unit);
+    DecodeBlock::barrier();              // the scratch changes hands
     step().finish_heads();
     DecodeBlock::barrier();
     float largest = -INFINITY, sum = 0;
@@ -722,17 +676,22 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
       DecodeBlock::barrier();
       step().softmax(tile, largest, sum);
       DecodeBlock::barrier();
-      step().weigh(tile, sums);
-      const auto now = step();
-      if (++t >= now.u.n_tiles) break;
-      tile = now.tile_of(t);
+      bool more;
+      const DecodeTile last = tile;
+      {
+        const Step now = step();
+        more = ++t < now.u.n_tiles;
+        if (more) tile = now.tile_of(t);
+      }
+      step().weigh(last, sums);
+      if (!more) break;
     }
     step().store(sums);
-  }
-  const auto now = step();
-  WarpPlace& warp_place = now.block.small->places[now.block.warp];
+  });
+  const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
+  WarpPlace& place = block.small->places[block.warp];
   __syncwarp();
-  if (now.block.lane == 0) warp_place.slot = ring.slot, warp_place.parity = ring.parity;
+  if (block.lane == 0) place.slot = ring.slot, place.parity = ring.parity;
   __syncwarp();
 }
 
@@ -813,11 +772,6 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
 __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
   const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
   const AttentionPhase& p = *shared_object<const AttentionPhase>(phase_at);
-  bool merges = false;
-#pragma unroll 1
-  for (int row = 0; row < block.args.n_rows; ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
-  if (!merges) return;
-  DecodeBlock::barrier();                // the scratch changes hands
   const int column_bits = 31 - __clz(p.cache.head_dim / kMergeColumns), n_tasks = p.n_heads << column_bits, n_blocks = static_cast<int>(gridDim.x);
   // The next task of this warp, and of its eight.
   int warp_task = block_index() + block.warp * n_blocks, eight_task = block_index() + block.warp / kMergeWarps * n_blocks;
@@ -844,14 +798,20 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
                                               Stamp&& stamp) {
   const auto call = [&](auto&& function) {
     const DecodeBlock block(args, afresh(shared));
-    function(shared_address(&block.small->args), shared_address(shared), shared_address(&p));
+    function(block, shared_address(&block.small->args), shared_address(shared), shared_address(&p));
   };
-  call([&](uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
+  call([&](const DecodeBlock&, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
     if (p.cache.element == CacheElement::kFp8) attend<true>(args_at, shared_at, phase_at);
     else attend<false>(args_at, shared_at, phase_at);
   });
   stamp(1);
-  call([](uint32_t args_at, uint32_t shared_at, uint32_t phase_at) { merge(args_at, shared_at, phase_at); });
+  call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
+    bool merges = false;
+    for (int row = 0; row < block.args.n_rows; ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
+    if (!merges) return;
+    DecodeBlock::barrier();              // the scratch changes hands
+    merge(args_at, shared_at, phase_at);
+  });
   stamp(2);
   before_barrier();
   DecodeBlock::barrier();

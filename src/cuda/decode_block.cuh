@@ -6,7 +6,6 @@
 #include "cuda/async.cuh"
 #include "cuda/decode_phase.h"
 #include "cuda/device.cuh"
-#include "cuda/index_math.h"
 #include "cuda/row_math.cuh"
 
 namespace beryl::cuda {
@@ -25,22 +24,17 @@ struct alignas(16) WarpPlace {
   int buffer;                       // of the two for partial sums
 };
 
-// What an attention phase's warps are at (decode_attention.cuh), kept likewise, and what was found out once for all layers of a shape.
+// What an attention phase's warps are at (decode_attention.cuh), kept likewise.
 struct alignas(16) WarpUnit {
-  int4 tile;                        // the first DecodeTile
   int row;
   int kv_head;
-  int first_head, n_heads;          // no heads: the block has no unit
+  int first_head, n_heads;
   int unit, n_units;
   int n_tiles;
-  int position;
-  uint32_t new_rows;                // rows of this launch whose keys and values the unit makes itself
-  int n_found;                      // units of the block so far, 2 for more
-  int window, n_kv_heads, heads_of_kv;
-  bool makes_new;
-  bool known;                       // it is the block's only one in a phase of this shape
   bool neighbours;                  // as in DecodeUnits
   bool first_tile_of_heads;         // of the KV head's query heads
+  int position;
+  uint32_t new_rows;                // rows of this launch whose keys and values the unit makes itself
 };
 
 // Shared memory: the ring (weights, and an attention phase's keys and values), the scratch (x and partial sums, or what attention needs), this, sums of norms.
@@ -51,7 +45,7 @@ struct DecodeShared {
   WarpPlace places[kMatvecWarps];
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
   alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
-  WarpUnit units[kMatvecWarps][2];  // of layers without a window, and with one
+  WarpUnit units[kMatvecWarps];
   // The ring, from the warp that copies weights to the one that copies keys and values, and back. phase: null at the end.
   struct Handed {
     const AttentionPhase* phase;
@@ -65,8 +59,6 @@ struct DecodeShared {
   const uint8_t* pools[2];
   int row_shift, piece_shift;
   int4 tiles[32];
-  // Of an FP8 cache: keys and values of a tile, by the slot where its values begin.
-  float scales[kDecodeMaxSlots][2][kPageTokens];
   int32_t positions[kDecodeRows];
   int32_t sequences[kDecodeRows];
   uint32_t flags;                   // bit r: the flag of row r in this launch
@@ -130,11 +122,6 @@ struct DecodeBlock {
   __device__ __forceinline__ static void barrier() { partial_block_barrier<kDecodeConsumers>(); }
   __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
 };
-
-// 4 bytes to shared memory, asynchronous, or a zero where n_bytes is 0.
-__device__ __forceinline__ void copy4_async(uint32_t to, const void* from, int n_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(n_bytes) : "memory");
-}
 
 // ---- exchange rows ----
 
