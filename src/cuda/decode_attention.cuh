@@ -99,33 +99,17 @@ __device__ __forceinline__ void for_units(const DecodeBlock& block, const Attent
 }
 
 // How the rows of a tile lie in the ring: pieces of 16, 32 or 64, a slot each; first all of the keys, then the values.
-// Of an FP8 cache all scales of the tile are at the end of the slot where its values begin.
 struct TileCut {
-  static constexpr int kScaleBytes = 2 * kPageTokens * 4;
   int row_shift;                    // bytes of a row: 1 << row_shift
   int piece_shift;                  // rows of a piece
   __device__ __forceinline__ TileCut(const CacheView& cache, int slot_bytes) {
     const int row_bytes = cache.element == CacheElement::kFp8 ? cache.head_dim : 2 * cache.head_dim;
     row_shift = 31 - __clz(row_bytes);
-    if (cache.element == CacheElement::kFp8) slot_bytes -= kScaleBytes;
     piece_shift = min(31 - __clz(slot_bytes) - row_shift, 6);
   }
   __device__ __forceinline__ int line_shift() const { return max(row_shift, 7); }
   __device__ __forceinline__ int pieces() const { return kPageTokens >> piece_shift; }
 };
-
-// The slots [begin, end) of a tile that are multiplied, 16 at a time.
-struct TileSteps {
-  int begin, end;
-  __device__ __forceinline__ explicit TileSteps(const DecodeTile& tile)
-      : begin(tile.begin & ~15), end(tile.older >= 0 ? kPageTokens : (tile.end + 15) & ~15) {}
-  __device__ __forceinline__ bool holds(int first) const { return first >= begin && first < end; }
-};
-
-// 4 bytes to shared memory, asynchronous, or a zero where n_bytes is 0.
-__device__ __forceinline__ void copy4_async(uint32_t to, const void* from, int n_bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(n_bytes) : "memory");
-}
 
 // ---- the copying warp ----
 
@@ -169,28 +153,15 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
         const int begin = (tile.z - row) << row_shift, end = (tile.w - row) << row_shift;
         const uint8_t* newer = pool + (int64_t{tile.x + row} << row_shift);
         const uint32_t to = shared_address(block.ring + ring.slot * block.args.slot_bytes);
-        // Nobody reads 16 rows without a live one.
-        const TileSteps steps({0, tile.z, tile.w, tile.y});
-        const int first_byte = max(steps.begin - row, 0) << row_shift, stop = min((steps.end - row) << row_shift, bytes);
-        if (begin <= first_byte && end >= stop) {
+        if (begin <= 0 && end >= bytes) {
 #pragma unroll 4
-          for (int at = first_byte + block.lane * 16; at < stop; at += 32 * 16) copy16_async(to + (at ^ row_order(at, line_shift)), newer + at, 16);
+          for (int at = block.lane * 16; at < bytes; at += 32 * 16) copy16_async(to + (at ^ row_order(at, line_shift)), newer + at, 16);
         } else {
           const int limit = tile.y >= 0 ? bytes : end;
           const uint8_t* older = pool + (int64_t{tile.y + row} << row_shift);
-#pragma unroll 2
-          for (int at = first_byte + block.lane * 16; at < stop; at += 32 * 16)
-            copy16_async(to + (at ^ row_order(at, line_shift)), (at < end ? newer : older) + at, at >= begin && at < limit ? 16 : 0);
-        }
-        if (part % 2 != 0 && row == 0 && p.cache.element == CacheElement::kFp8) {
 #pragma unroll 1
-          for (int slot = block.lane; slot < kPageTokens; slot += 32) {
-            const int64_t from = int64_t{slot < tile.w ? tile.x : tile.y} + slot;
-            const int n_bytes = slot >= tile.z && (slot < tile.w || tile.y >= 0) ? 4 : 0;
-            const uint32_t scale = to + static_cast<uint32_t>(block.args.slot_bytes - TileCut::kScaleBytes + slot * 4);
-            copy4_async(scale, p.cache.key_scales + from, n_bytes);
-            copy4_async(scale + kPageTokens * 4, p.cache.value_scales + from, n_bytes);
-          }
+          for (int at = block.lane * 16; at < bytes; at += 32 * 16)
+            copy16_async(to + (at ^ row_order(at, line_shift)), (at < end ? newer : older) + at, at >= begin && at < limit ? 16 : 0);
         }
         barrier_join_copies(&small->full[ring.slot], block.lane);
         ring.next(block.args.n_slots);
@@ -304,6 +275,26 @@ struct AttentionStep {
     __syncwarp();
     if (block.lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
     ring.next(block.args.n_slots);
+  }
+
+  // Scales of this lane's two keys in the softmax.
+  struct KeyScales {
+    float keys[2], values[2];
+  };
+  __device__ __forceinline__ void load_scales(const DecodeTile& tile, KeyScales& scales) const {
+    if constexpr (kFp8) {
+      if (block.warp >= u.n_heads) return;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int slot = block.lane + 32 * i;
+        scales.keys[i] = scales.values[i] = 1.0f;
+        if (live(tile, slot)) {
+          const int64_t row = row_of(slot < tile.end ? tile.page : tile.older, slot);
+          scales.keys[i] = p.cache.key_scales[row];
+          scales.values[i] = p.cache.value_scales[row];
+        }
+      }
+    }
   }
 
   // ---- queries, new keys and values ----
@@ -444,7 +435,7 @@ struct AttentionStep {
 #pragma unroll 1
     for (int piece = 0; piece < n_pieces; ++piece) {
       await();
-      if (piece == own_piece && part < parts && TileSteps(tile).holds(key_group * 16)) {
+      if (piece == own_piece && part < parts) {
         // This lane's key row, for all lanes.
         int offset = (slot - (piece << cut.piece_shift)) << cut.row_shift;
         int order = row_order(offset, cut.line_shift());
@@ -496,20 +487,15 @@ struct AttentionStep {
   }
 
   // This warp's head; the running state stays in its registers.
-  __device__ __forceinline__ void softmax(const DecodeTile& tile, float& largest, float& sum) const {
+  __device__ __forceinline__ void softmax(const DecodeTile& tile, KeyScales scales, float& largest, float& sum) const {
     const int head = block.warp;
     if (head >= u.n_heads) return;
     const float* scores = reinterpret_cast<const float*>(scratch + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride;
-    float key_scales[2] = {1, 1}, value_scales[2] = {1, 1};
     if constexpr (kFp8) {
-      await();                       // they come with the values
-      const float* scales = reinterpret_cast<const float*>(block.ring + (ring.slot + 1) * block.args.slot_bytes - TileCut::kScaleBytes) + block.lane;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) key_scales[i] = scales[32 * i], value_scales[i] = scales[kPageTokens + 32 * i];
       for_new(tile, [&](int row, int slot) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (slot == block.lane + 32 * i) key_scales[i] = new_scale(row, false), value_scales[i] = new_scale(row, true);
+          if (slot == block.lane + 32 * i) scales.keys[i] = new_scale(row, false), scales.values[i] = new_scale(row, true);
       });
     }
     float score[2];
@@ -519,7 +505,7 @@ struct AttentionStep {
       constexpr int kPart = kUnitHeads * AttentionScratch::kScoreStride;
       float product = __fadd_rn(scores[slot], scores[kPart + slot]);
       if (parts == 4) product = __fadd_rn(__fadd_rn(product, scores[2 * kPart + slot]), scores[3 * kPart + slot]);
-      if constexpr (kFp8) product = __fmul_rn(product, key_scales[i]);
+      if constexpr (kFp8) product = __fmul_rn(product, scales.keys[i]);
       score[i] = live(tile, slot) ? attention_score(product, p.scale, p.softcap) : -INFINITY;
     }
     const float raised = fmaxf(largest, lane_max(fmaxf(score[0], score[1])));
@@ -532,7 +518,7 @@ struct AttentionStep {
       const int slot = block.lane + 32 * i;
       float weight = live(tile, slot) && raised != -INFINITY ? expf(score[i] - raised) : 0.0f;
       total = __fadd_rn(total, weight);
-      if constexpr (kFp8) weight = live(tile, slot) ? __fmul_rn(weight, value_scales[i]) : 0.0f;
+      if constexpr (kFp8) weight = live(tile, slot) ? __fmul_rn(weight, scales.values[i]) : 0.0f;
       const Bf16Pair pair = split_bf16(weight);
       reinterpret_cast<__nv_bfloat16*>(weights)[slot] = pair.high;
       reinterpret_cast<__nv_bfloat16*>(weights + AttentionScratch::kWeightBytes)[slot] = pair.low;
@@ -552,7 +538,6 @@ struct AttentionStep {
   __device__ __forceinline__ void weigh(const DecodeTile& tile, float (&sums)[2][4][4]) const {
     const int n_tiles = (u.n_heads + 3) / 4, piece_rows = 1 << cut.piece_shift, first_byte = first_column() * kElementBytes;
     const bool works = first_column() < dim;
-    const TileSteps steps(tile);
     const float* factors = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -584,7 +569,7 @@ struct AttentionStep {
           __syncwarp();
         });
       }
-      if (works && steps.holds(first_key)) {
+      if (works) {
         const int offset = ((piece_key + key) << cut.row_shift) + byte, order = row_order(offset, cut.line_shift());
         const uint32_t values = slot_address(ring);
         uint32_t a[2][4];
@@ -663,8 +648,13 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
   const DecodeBlock all(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
   for_units(all, *shared_object<const AttentionPhase>(phase_at), [&](const DecodeUnit& unit) {
     const auto step = [&]() { return Step(args_at, shared_at, phase_at, ring); };
+    typename Step::KeyScales scales;
     DecodeTile tile;
-    tile = step().begin(unit);
+    {
+      const Step now = step();
+      tile = now.begin(unit);
+      now.load_scales(tile, scales);
+    }
     DecodeBlock::barrier();              // the scratch changes hands
     step().finish_heads();
     DecodeBlock::barrier();
@@ -674,14 +664,17 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
     for (int t = 0;;) {
       step().score(tile);
       DecodeBlock::barrier();
-      step().softmax(tile, largest, sum);
+      step().softmax(tile, scales, largest, sum);
       DecodeBlock::barrier();
       bool more;
       const DecodeTile last = tile;
       {
         const Step now = step();
         more = ++t < now.u.n_tiles;
-        if (more) tile = now.tile_of(t);
+        if (more) {
+          tile = now.tile_of(t);
+          now.load_scales(tile, scales);
+        }
       }
       step().weigh(last, sums);
       if (!more) break;
