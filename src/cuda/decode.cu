@@ -1,4 +1,4 @@
-// The decode kernel's frame: the copying warp, the walk through the phases, and the launch.
+// The decode kernel's frame: the warp that copies weights, the walk through the phases, and the launch.
 #include "cuda/decode.h"
 
 #include <algorithm>
@@ -25,6 +25,17 @@ __device__ __forceinline__ void copy_slot(unsigned char* to, const unsigned char
 #endif
 }
 
+// To the warp that copies keys and values (decode_attention.cuh); null: there are no more.
+__device__ __forceinline__ void hand_ring(const DecodeBlock& block, const AttentionPhase* phase, const RingPlace& ring, bool filled) {
+#if !BERYL_BULK_COPY
+  __syncwarp();
+#endif
+  if (block.lane == 0) {
+    block.small->handed = {phase, ring.slot, ring.parity, filled};
+    barrier_arrive(&block.small->hand_over);
+  }
+}
+
 // The same order as run_linear: batches of units, in a batch the chunks, in a chunk the units, in a unit its stages.
 __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #if BERYL_BULK_COPY
@@ -35,11 +46,20 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #endif
   RingPlace ring;
   bool filled = false;                             // the ring has been full once: slots must be free again
+  uint32_t turn = 0;
   const WeightStream* at = block.args.streams;
   WeightStream next = *at;
   while (next.weights != nullptr) {
     const WeightStream s = next;
     next = *++at;                                  // here, so that it is there in time
+    if (s.n_stages == 0) {
+      hand_ring(block, reinterpret_cast<const AttentionPhase*>(s.weights), ring, filled);
+      barrier_wait_suspended(&block.small->hand_back, turn);
+      turn ^= 1;
+      ring = {block.small->handed.slot, block.small->handed.parity};
+      filled = block.small->handed.filled;
+      continue;
+    }
     const LinearShare share = linear_share(block.args, s);
     const int stages_a_slot = stages_of_slot(block.args, s);
     for (int unit = 0; unit < share.n_units; unit += share.batch) {
@@ -59,6 +79,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
       }
     }
   }
+  hand_ring(block, nullptr, ring, filled);
 #if !BERYL_BULK_COPY
   commit_copies();
   wait_copies<0>();
@@ -78,6 +99,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       barrier_init(&small->empty[s], kMatvecWarps);
     }
     barrier_init(&small->has_factors, 1);
+    barrier_init(&small->hand_over, 1);
+    barrier_init(&small->hand_back, 1);
     barrier_init_fence();
   }
   constexpr int kPhaseWords = sizeof(DecodePhase) / 16;
@@ -105,6 +128,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     give_registers<32>();
     // The last of four schedulers has the fewest warps that compute, where there are not 16 of them.
     if (block.warp == kMatvecWarps + 3) copy_weights(block);
+    else if (block.warp == kMatvecWarps + 2) copy_attention(block);
   } else {
     take_registers<112>();
 #pragma unroll 1
@@ -130,7 +154,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       };
       stamp(0);
       if (phase.kind == PhaseKind::kLinear) run_linear<kRows>(args, decode_shared, &phase.linear, hold_next, stamp);
-      else run_attention<kRows>(args, decode_shared, phase.attention, hold_next, stamp);
+      else run_attention(args, decode_shared, phase.attention, hold_next, stamp);
       stamp(3);
       const DecodeBlock then(args, afresh(decode_shared));
       __syncwarp();
@@ -172,6 +196,7 @@ MatvecDevice matvec_device() {
 int attention_scratch_bytes(int head_dim, int heads_of_kv) {
   return AttentionScratch::bytes(head_dim, heads_of_kv < kUnitHeads ? heads_of_kv : kUnitHeads, 0);
 }
+int attention_slot_bytes(int head_dim) { return 16 * head_dim * 2; }
 int attention_row_bytes(int head_dim) { return 2 * head_dim * 2; }
 
 bool decode_takes_plain_integers(Format format) {
@@ -206,15 +231,16 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, i
   cut.scratch_bytes = round_up(scratch > attention ? scratch : attention, 128);
   if (cut.scratch_bytes < AttentionScratch::kMergeBytes) cut.scratch_bytes = round_up(AttentionScratch::kMergeBytes, 128);
   const int left = shared_per_block - cut.scratch_bytes - cut.residual_bytes - cut.vector_bytes - small;
-  for (const int slot : {needs.slot_bytes, needs.stage_bytes}) {
-    if (slot <= 0 || left / slot < (slot == needs.slot_bytes ? 3 : 2)) continue;
-    cut.slot_bytes = slot;
-    cut.n_slots = left / slot < kDecodeMaxSlots ? left / slot : kDecodeMaxSlots;
-    break;
+  // Slots with all the stages that phases like to have in one, if there are three of them, else with one stage. Attention by itself has no
+  // weights.
+  const bool alone = needs.slot_bytes == 0;
+  const int most = alone ? 2 * needs.attention_slot_bytes : std::max(needs.slot_bytes, needs.attention_slot_bytes);
+  const int least = alone ? needs.attention_slot_bytes : std::max(needs.stage_bytes, needs.attention_slot_bytes);
+  if (least > 0 && left > 0) {
+    cut.slot_bytes = left / most >= 3 ? most : least;
+    cut.n_slots = std::min(left / cut.slot_bytes, kDecodeMaxSlots);
   }
-  // Attention alone has no weights.
-  if (needs.stage_bytes == 0 && left >= 0) cut.slot_bytes = 0, cut.n_slots = 1;
-  if (cut.n_slots == 0) return {};
+  if (cut.n_slots < 2) return {};
   cut.shared_bytes = cut.n_slots * cut.slot_bytes + cut.scratch_bytes + cut.residual_bytes + cut.vector_bytes + small;
   return cut;
 }
@@ -230,7 +256,7 @@ DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block)
     const DecodeCut one = cut_with(needs, n_rows, shared_per_block, one_chunk, near_by);
     const DecodeCut all = cut_with(needs, n_rows, shared_per_block, all_chunks, near_by);
     if (all.n_slots >= kSlots && all.slot_bytes == one.slot_bytes && all.n_slots + 1 >= one.n_slots) return all;
-    if (!near_by || (one.n_slots >= kSlots && one.slot_bytes == std::max(needs.slot_bytes, needs.stage_bytes))) return one;
+    if (!near_by || (one.n_slots >= kSlots && one.slot_bytes == std::max(needs.slot_bytes, needs.attention_slot_bytes))) return one;
   }
   return {};
 }

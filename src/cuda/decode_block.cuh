@@ -27,7 +27,20 @@ struct alignas(16) WarpPlace {
   uint32_t factors;                 // parity of DecodeShared::has_factors
 };
 
-// Shared memory: the ring, the scratch (x and partial sums, or what attention needs), this, sums of norms.
+// What an attention phase's warps are at (decode_attention.cuh), kept likewise.
+struct alignas(16) WarpUnit {
+  int row;
+  int kv_head;
+  int first_head, n_heads;
+  int unit, n_units;
+  int n_tiles;
+  bool neighbours;                  // as in DecodeUnits
+  bool first_tile_of_heads;         // of the KV head's query heads
+  int position;
+  uint32_t new_rows;                // rows of this launch whose keys and values the unit makes itself
+};
+
+// Shared memory: the ring (weights, and an attention phase's keys and values), the scratch (x and partial sums, or what attention needs), this, sums of norms.
 struct DecodeShared {
   alignas(16) DecodePhase phases[kHeldPhases];
   alignas(8) uint64_t full[kDecodeMaxSlots];
@@ -38,6 +51,20 @@ struct DecodeShared {
   float y_weights[2][kHeldWeights]; // LinearPhase::y_weight of the block's first outputs, of phases in turn
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
   alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
+  WarpUnit units[kMatvecWarps];
+  // The ring, from the warp that copies weights to the one that copies keys and values, and back. phase: null at the end.
+  struct Handed {
+    const AttentionPhase* phase;
+    int slot;
+    uint32_t parity;
+    bool filled;
+  } handed;
+  uint64_t hand_over, hand_back;    // barriers
+  // Of the latter: an attention phase's pools, how rows lie (TileCut), and of some tiles the rows of the pools where their pages
+  // begin (-1: none) and their live slots.
+  const uint8_t* pools[2];
+  int row_shift, piece_shift;
+  int4 tiles[32];
   int32_t positions[kDecodeRows];
   int32_t sequences[kDecodeRows];
   uint32_t flags;                   // bit r: the flag of row r in this launch

@@ -41,7 +41,7 @@ struct PhaseRows {
 
 // The weights of a phase as the copying warp sees them.
 struct WeightStream {
-  const uint8_t* weights;           // null: the end of the list
+  const uint8_t* weights;           // null: the end of the list; n_stages 0: an AttentionPhase, and keys and values are copied
   int64_t unit_bytes;
   int32_t units_each, units_more;   // block_units (matvec_layout.h)
   int32_t n_stages;                 // of a unit
@@ -130,7 +130,7 @@ static_assert(sizeof(DecodePhase) <= 352);
 // Of one launch.
 struct DecodeArgs {
   const DecodePhase* phases;        // ends with kEnd
-  const WeightStream* streams;      // of the linear phases, in order; ends with null weights
+  const WeightStream* streams;      // of the phases, in order; ends with null weights
   int32_t n_rows;
   uint32_t rows_inverse;            // i · this >> 16 is i / n_rows, for i below 4096
   const int32_t* positions;         // [n_rows]

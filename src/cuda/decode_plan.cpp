@@ -76,6 +76,7 @@ class Planner {
     const CacheDecl& cache = program_.caches[static_cast<size_t>(attention.cache)];
     needs.attention_bytes = std::max(needs.attention_bytes, attention_scratch_bytes(cache.head_dim, attention.n_heads / cache.n_kv_heads));
     needs.attention_row_bytes = std::max(needs.attention_row_bytes, attention_row_bytes(cache.head_dim));
+    needs.attention_slot_bytes = std::max(needs.attention_slot_bytes, attention_slot_bytes(cache.head_dim));
     plan_.partial_floats = std::max(plan_.partial_floats, decode_partial_floats(attention.n_heads, cache.head_dim));
     plan_.partial_states = std::max(plan_.partial_states, decode_partial_states(attention.n_heads));
   }

@@ -1,5 +1,6 @@
 // Launches of the decode kernel: the plan's phases with pointers, made once, and what a launch adds.
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "cuda/cuda_executor.h"
@@ -157,6 +158,9 @@ void CudaExecutor::send_decode_phases() {
         } else {
           phase.attention = attention_phase(planned);
           after_linear = false;
+          WeightStream stream = {};
+          stream.weights = buffers_.as<uint8_t>(layout_.decode_phases) + phases.size() * sizeof(DecodePhase) + offsetof(DecodePhase, attention);
+          streams.push_back(stream);
         }
         phases.push_back(phase);
       }
