@@ -107,8 +107,10 @@ void append_upper(Text& out, Character c, bool only_first = false) {
     return;
   }
   bool first = true;
-  for (const char32_t code : several) {   // a title's first letter: "Ss", "Ffi"
-    out += only_first && !first ? simple_lower(with_origin(code, c)) : with_origin(code, c);
+  // A title's first letter: "Ss", "Ffi"; U+0149 begins with an apostrophe, its letter is the second.
+  const bool lower_rest = only_first && code_point(c) != 0x149;
+  for (const char32_t code : several) {
+    out += lower_rest && !first ? simple_lower(with_origin(code, c)) : with_origin(code, c);
     first = false;
   }
 }
@@ -274,6 +276,9 @@ Text case_fold(TextView text) {
     const std::u32string_view several = several_upper(code_point(c));
     if (code_point(c) == 0x3C2) {
       out += with_origin(0x3C3, c);
+    } else if (code_point(c) == 0x130) {
+      out += with_origin('i', c);
+      out += with_origin(0x307, c);
     } else if (several.empty()) {
       out += simple_lower(c);
     } else {
