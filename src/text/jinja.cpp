@@ -14,11 +14,6 @@ using namespace jinja;
 
 namespace {
 
-// A template that a person wrote takes thousands of steps a message; these are seconds and a fraction of the memory of
-// the smallest model. What the conversation brings comes on top.
-constexpr uint64_t kMaxWork = uint64_t{4} << 30;
-constexpr size_t kMaxBytes = size_t{256} << 20;
-constexpr size_t kMaxCharacters = size_t{16} << 20;
 constexpr int kMaxVariableDepth = 100;
 
 struct InputSize {
@@ -63,6 +58,41 @@ Value to_value(const nlohmann::ordered_json& json, Character origin, Budget& bud
   }
 }
 
+Value to_value(const TemplateVariable& variable, Budget& budget) {
+  const Character origin = variable.trusted ? 0 : kForeign;
+  if (variable.trusted_members.empty() || !variable.value.is_array()) return to_value(variable.value, origin, budget);
+  Values items;
+  for (const auto& item : variable.value) {
+    if (!item.is_object()) {
+      items.push_back(to_value(item, origin, budget));
+      continue;
+    }
+    auto dict = std::make_shared<DictObject>(&budget);
+    for (const auto& [key, value] : item.items()) {
+      const auto& trusted = variable.trusted_members;
+      const bool is_trusted = value.is_string() && std::find(trusted.begin(), trusted.end(), key) != trusted.end();
+      dict->set(make_text(budget, to_text(key, origin)), to_value(value, is_trusted ? 0 : origin, budget), budget);
+    }
+    items.emplace_back(Kind::kDict, std::move(dict));
+  }
+  return make_list(budget, std::move(items));
+}
+
+bool reads_from_context(const Scope& scope, std::string_view name) {
+  return std::any_of(scope.loads.begin(), scope.loads.end(),
+                     [&](const Load& load) { return load.from == Load::From::kContext && load.name == name; });
+}
+
+bool reads_from_context(const Statements& statements, std::string_view name) {
+  return std::any_of(statements.begin(), statements.end(), [&](const auto& statement) {
+    for (const Scope* scope : {&statement->scope, &statement->otherwise_scope, &statement->condition_scope})
+      if (reads_from_context(*scope, name)) return true;
+    for (const auto& branch : statement->branches)
+      if (reads_from_context(branch.second, name)) return true;
+    return reads_from_context(statement->body, name) || reads_from_context(statement->otherwise, name);
+  });
+}
+
 std::string local_time(const std::string& format) {
   const std::time_t now = std::time(nullptr);
   std::tm parts = {};
@@ -84,20 +114,19 @@ JinjaTemplate::JinjaTemplate(JinjaTemplate&&) noexcept = default;
 JinjaTemplate& JinjaTemplate::operator=(JinjaTemplate&&) noexcept = default;
 
 bool JinjaTemplate::reads(std::string_view name) const {
-  const auto& loads = parsed_->syntax.scope.loads;
-  return std::any_of(loads.begin(), loads.end(),
-                     [&](const Load& load) { return load.from == Load::From::kContext && load.name == name; });
+  return reads_from_context(parsed_->syntax.scope, name) || reads_from_context(parsed_->syntax.body, name);
 }
 
 std::vector<RenderedPiece> JinjaTemplate::render(const std::vector<TemplateVariable>& variables,
-                                                 const std::function<std::string(const std::string&)>& clock) const {
+                                                 const std::function<std::string(const std::string&)>& clock,
+                                                 const TemplateLimits& limits) const {
   InputSize size;
   for (const TemplateVariable& variable : variables) measure(variable.value, size, 0);
-  Budget budget(kMaxWork + 256 * (size.characters + size.values), kMaxBytes + 32 * size.characters + 512 * size.values,
-                kMaxCharacters + 4 * size.characters);
+  Budget budget(limits.work + 256 * (size.characters + size.values),
+                limits.bytes + 32 * size.characters + 512 * size.values, limits.characters + 4 * size.characters);
   std::map<std::string, Value> context;
   for (const TemplateVariable& variable : variables)
-    context[variable.name] = to_value(variable.value, variable.trusted ? 0 : kForeign, budget);
+    context[variable.name] = to_value(variable, budget);
   const Text text = Machine(parsed_->syntax, budget, std::move(context), clock ? clock : local_time).run();
 
   std::vector<RenderedPiece> pieces;

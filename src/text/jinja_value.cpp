@@ -15,6 +15,7 @@ namespace beryl::jinja {
 namespace {
 
 constexpr size_t kEntryBytes = 2 * sizeof(Value) + 4 * sizeof(size_t);   // and its place in the hash table
+constexpr uint64_t kItemWork = 32;   // to copy a value, beside a character's 1
 constexpr size_t kSmallDict = 8;   // so few keys are searched in order
 
 Error unhashable(const Value& key) { return template_error(fmt::format("unhashable type: '{}'", type_name(key))); }
@@ -312,17 +313,17 @@ Value make_text(Budget& budget, Text text, bool markup) {
 Value make_text(Budget& budget, std::string_view utf8) { return make_text(budget, to_text(utf8)); }
 
 Value make_list(Budget& budget, Values items) {
-  budget.charge(items.size());
+  budget.charge(items.size() * kItemWork);
   return {Kind::kList, std::make_shared<SequenceObject>(&budget, std::move(items))};
 }
 
 Value make_tuple(Budget& budget, Values items) {
-  budget.charge(items.size());
+  budget.charge(items.size() * kItemWork);
   return {Kind::kTuple, std::make_shared<SequenceObject>(&budget, std::move(items))};
 }
 
 Value make_iterator(Budget& budget, Values items, std::string_view type) {
-  budget.charge(items.size());
+  budget.charge(items.size() * kItemWork);
   return {Kind::kIterator, std::make_shared<IteratorObject>(&budget, std::move(items), type)};
 }
 
@@ -474,7 +475,7 @@ bool is_iterable(const Value& value) {
 
 Values iterate(const Value& value, Budget& budget) {
   Values items;
-  if (const auto n = length(value)) budget.charge(static_cast<uint64_t>(*n) * 8);
+  if (const auto n = length(value)) budget.charge(static_cast<uint64_t>(*n) * kItemWork);
   switch (value.kind()) {
     case Kind::kUndefined: break;
     case Kind::kText:
@@ -758,6 +759,7 @@ Value repeat(const Value& value, Integer times, Budget& budget) {
   }
   budget.take(total * sizeof(Value));   // before they are made
   budget.give_back(total * sizeof(Value));
+  budget.charge(total * kItemWork);
   Values items;
   items.reserve(total);
   for (Integer i = 0; i < times && size > 0; ++i) items.insert(items.end(), value.items().begin(), value.items().end());
@@ -798,6 +800,7 @@ Value calculate(Operator op, const Value& left, const Value& right, Budget& budg
     return make_text(budget, std::move(text), markup);
   }
   if (op == Operator::kAdd && left.is_sequence() && left.kind() == right.kind()) {
+    budget.charge((left.items().size() + right.items().size()) * kItemWork);
     Values items = left.items();
     items.insert(items.end(), right.items().begin(), right.items().end());
     return left.is(Kind::kList) ? make_list(budget, std::move(items)) : make_tuple(budget, std::move(items));
