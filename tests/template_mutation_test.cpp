@@ -48,6 +48,10 @@ void release(void* pointer) {
 
 void* operator new(size_t bytes) { return allocate(bytes); }
 void* operator new[](size_t bytes) { return allocate(bytes); }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return allocate(bytes); }
+void* operator new[](size_t bytes, const std::nothrow_t&) noexcept { return allocate(bytes); }
+void operator delete(void* pointer, const std::nothrow_t&) noexcept { release(pointer); }
+void operator delete[](void* pointer, const std::nothrow_t&) noexcept { release(pointer); }
 void operator delete(void* pointer) noexcept { release(pointer); }
 void operator delete[](void* pointer) noexcept { release(pointer); }
 void operator delete(void* pointer, size_t) noexcept { release(pointer); }
@@ -118,7 +122,7 @@ std::string mutated(Random& random, const std::vector<std::vector<std::string>>&
 }  // namespace
 
 int main(int argc, char** argv) {
-  const size_t n_templates = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 6000;
+  const size_t n_templates = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
   const uint64_t first_seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   std::ifstream file(std::string(BERYL_SOURCE_DIR) + "/tests/golden/template_cases.json");
   const Json cases = Json::parse(std::string(std::istreambuf_iterator<char>(file), {}));

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <numeric>
 #include <unordered_map>
 
 #include <fmt/format.h>
@@ -562,32 +561,6 @@ Value default_value(const Call& call) {
   const auto p = call.parameters({"default_value", "boolean"});
   const bool replace = call.value.is(Kind::kUndefined) || (p.flag(1) && !is_true(call.value));
   return replace ? (p.has(0) ? *p[0] : make_text(call.budget(), "")) : call.value;
-}
-
-// Sorts what `order` points at by keys, keeping the order of equals; reverse keeps it as well.
-std::vector<size_t> sorted_order(const std::vector<Values>& keys, bool reverse, Budget& budget) {
-  std::vector<size_t> order(keys.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  const auto before = [&](size_t a, size_t b) {
-    for (size_t i = 0; i < keys[a].size(); ++i)
-      if (!equal(keys[a][i], keys[b][i], budget)) return less(keys[a][i], keys[b][i], budget);
-    return false;
-  };
-  // A merge by hand: std::stable_sort may not be left by an exception of an order that is none (NaN), and this one may.
-  std::vector<size_t> merged(order.size());
-  for (size_t width = 1; width < order.size(); width *= 2) {
-    for (size_t begin = 0; begin < order.size(); begin += 2 * width) {
-      const size_t middle = std::min(begin + width, order.size()), end = std::min(begin + 2 * width, order.size());
-      size_t left = begin, right = middle;
-      for (size_t out = begin; out < end; ++out) {
-        const bool take_right = left == middle || (right < end && (reverse ? before(order[left], order[right])
-                                                                           : before(order[right], order[left])));
-        merged[out] = take_right ? order[right++] : order[left++];
-      }
-    }
-    order.swap(merged);
-  }
-  return order;
 }
 
 Value dictsort(const Call& call) {

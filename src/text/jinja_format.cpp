@@ -567,16 +567,19 @@ class JsonWriter {
       }
       case Kind::kDict: {
         structure("{");
-        std::vector<const std::pair<Value, Value>*> members;
-        for (const auto& entry : value.dict().entries) members.push_back(&entry);
-        if (style_.sort_keys)
-          std::stable_sort(members.begin(), members.end(),
-                           [&](const auto* a, const auto* b) { return less(a->first, b->first, budget_); });
+        const auto& members = value.dict().entries;
+        std::vector<size_t> order;
+        if (style_.sort_keys) {
+          std::vector<Values> keys;
+          for (const auto& member : members) keys.push_back({member.first});
+          order = sorted_order(keys, false, budget_);
+        }
         for (size_t i = 0; i < members.size(); ++i) {
+          const auto& [name, inner] = members[style_.sort_keys ? order[i] : i];
           between(i == 0, depth);
-          key(members[i]->first);
+          key(name);
           add(style_.key_separator);
-          write(members[i]->second, depth + 1);
+          write(inner, depth + 1);
         }
         if (!members.empty()) new_line(depth);
         structure("}");

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <numeric>
 
 #include <fmt/format.h>
 
@@ -811,6 +811,31 @@ Value calculate(Operator op, const Value& left, const Value& right, Budget& budg
     return repeat(right, left.integer(), budget);
   throw template_error(fmt::format("unsupported operand type(s) for {}: '{}' and '{}'", symbol(op), type_name(left),
                                    type_name(right)));
+}
+
+std::vector<size_t> sorted_order(const std::vector<Values>& keys, bool reverse, Budget& budget) {
+  std::vector<size_t> order(keys.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  const auto before = [&](size_t a, size_t b) {
+    for (size_t i = 0; i < keys[a].size(); ++i)
+      if (!equal(keys[a][i], keys[b][i], budget)) return less(keys[a][i], keys[b][i], budget);
+    return false;
+  };
+  // A merge by hand: std::stable_sort may not be left by an exception of an order that is none (NaN), and this one may.
+  std::vector<size_t> merged(order.size());
+  for (size_t width = 1; width < order.size(); width *= 2) {
+    for (size_t begin = 0; begin < order.size(); begin += 2 * width) {
+      const size_t middle = std::min(begin + width, order.size()), end = std::min(begin + 2 * width, order.size());
+      size_t left = begin, right = middle;
+      for (size_t out = begin; out < end; ++out) {
+        const bool take_right = left == middle || (right < end && (reverse ? before(order[left], order[right])
+                                                                           : before(order[right], order[left])));
+        merged[out] = take_right ? order[right++] : order[left++];
+      }
+    }
+    order.swap(merged);
+  }
+  return order;
 }
 
 }  // namespace beryl::jinja

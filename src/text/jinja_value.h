@@ -262,6 +262,8 @@ bool equal(const Value& a, const Value& b, Budget& budget);
 bool same(const Value& a, const Value& b);            // Python's `is`, as far as it can be told
 // a < b; throws for what has no order.
 bool less(const Value& a, const Value& b, Budget& budget);
+// Indices of what the keys belong to, sorted by them; equals keep their order, in reverse too.
+std::vector<size_t> sorted_order(const std::vector<Values>& keys, bool reverse, Budget& budget);
 bool contains(const Value& container, const Value& item, Budget& budget);
 // nullopt: it has none (numbers, generators).
 std::optional<Integer> length(const Value& value);
