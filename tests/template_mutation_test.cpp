@@ -1,10 +1,12 @@
-// What: whatever text a template is, compiling and rendering it either works or is one beryl::Error of one line; it never
-//       crashes, never runs on, and never takes much more memory than it is allowed.
-// How:  the snippets of tests/golden/template_cases.json, cut into words and put together again by chance: words swapped,
-//       doubled, left out, taken from other snippets, nested into each other. Built with the address and
+// What: whatever text a template is, compiling and rendering it either works or is one beryl::Error of one line; it
+//       never crashes, never runs on, and never takes much more memory than it is allowed.
+// How:  the snippets of tests/golden/template_cases.json, cut into words and put together again by chance: words
+//       swapped, doubled, left out, taken from other snippets, nested into each other. Built with the address and
 //       undefined-behaviour sanitizers. Small limits, so that a rendering is short; operator new counts what is live.
 //
 // Prints one line. Exit 1 at a violation, with the template. Arguments: number of templates, first seed.
+#include <fmt/format.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -12,11 +14,9 @@
 #include <fstream>
 #include <iterator>
 #include <new>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
-
-#include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "text/jinja.h"
@@ -24,7 +24,7 @@
 namespace {
 
 std::atomic<size_t> live_bytes{0}, peak_bytes{0};
-constexpr size_t kPrefixBytes = 16;   // before each block, for its size; keeps malloc's alignment
+constexpr size_t kPrefixBytes = 16;  // before each block, for its size; keeps malloc's alignment
 
 void* allocate(size_t bytes) {
   auto* block = static_cast<char*>(std::malloc(bytes + kPrefixBytes));
@@ -94,7 +94,9 @@ class Random {
 std::string mutated(Random& random, const std::vector<std::vector<std::string>>& snippets,
                     const std::vector<std::string>& all_words) {
   std::vector<std::string> words = snippets[random.below(snippets.size())];
-  const auto place = [&](size_t extra) { return words.begin() + static_cast<std::ptrdiff_t>(random.below(words.size() + extra)); };
+  const auto place = [&](size_t extra) {
+    return words.begin() + static_cast<std::ptrdiff_t>(random.below(words.size() + extra));
+  };
   for (size_t n = 1 + random.below(6); n > 0 && !words.empty(); --n) {
     switch (random.below(6)) {
       case 0: words.erase(place(0)); break;
@@ -105,7 +107,7 @@ std::string mutated(Random& random, const std::vector<std::vector<std::string>>&
         words.insert(place(1), copy);
         break;
       }
-      case 4: {   // another snippet within this one
+      case 4: {  // another snippet within this one
         const auto& other = snippets[random.below(snippets.size())];
         words.insert(place(1), other.begin(), other.end());
         break;
@@ -127,7 +129,8 @@ int main(int argc, char** argv) {
   std::ifstream file(std::string(BERYL_SOURCE_DIR) + "/tests/golden/template_cases.json");
   const Json cases = Json::parse(std::string(std::istreambuf_iterator<char>(file), {}));
   std::vector<std::vector<std::string>> snippets;
-  std::vector<std::string> all_words = {"100000", "-1", "0", "'%999999d'", "loop", "caller", "recursive", "namespace", "range"};
+  std::vector<std::string> all_words = {"100000", "-1",        "0",         "'%999999d'", "loop",
+                                        "caller", "recursive", "namespace", "range"};
   for (const Json& snippet : cases["snippets"]) {
     snippets.push_back(words_of(snippet.get<std::string>()));
     all_words.insert(all_words.end(), snippets.back().begin(), snippets.back().end());
@@ -164,6 +167,7 @@ int main(int argc, char** argv) {
     // What is kept between renderings (tables, patterns) is small.
     if (live_bytes > before + (1 << 20)) violation(fmt::format("{} bytes stay", live_bytes - before));
   }
-  std::printf("templates %zu: %zu rendered, %zu refused, %zu violations\n", n_templates, n_rendered, n_refused, n_violations);
+  std::printf("templates %zu: %zu rendered, %zu refused, %zu violations\n", n_templates, n_rendered, n_refused,
+              n_violations);
   return n_violations == 0 && n_rendered > n_templates / 20 ? 0 : 1;
 }

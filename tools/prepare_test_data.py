@@ -51,7 +51,8 @@ def steps():
                        ("make_tokenizer_json.py", str(path), f"{{out}}/tokenizers/{name}"), (path,))
                   for name, path in vocabularies.items()]
     template_cases = Step(("template_cases.json",),
-                          ("make_template_cases.py", "{out}/template_cases.json", str(templates), str(gemma4), str(smollm2)),
+                          ("make_template_cases.py", "{out}/template_cases.json", str(templates), str(gemma4),
+                           str(smollm2)),
                           (templates, gemma4, smollm2, GOLDEN / "chat_cases.json", GOLDEN / "template_cases.json"))
     return [*golden_gguf, decode_cases, *tokenizers, template_cases]
 

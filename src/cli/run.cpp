@@ -327,8 +327,8 @@ Command add_run_command(CLI::App& program) {
   app->add_flag("--raw", options->raw, "go on with the prompt as a text, without a chat format: for base models");
   app->add_flag("--think", options->think, "let the model think first, where it can; thoughts go to standard error");
   app->add_option("--chat-template", options->chat_template,
-                  "write conversations by this Jinja file, or built-in: in the built-in format (default: the model's own "
-                  "template, else built-in)")
+                  "write conversations by this Jinja file, or built-in: in the built-in format (default: the model's "
+                  "own template, else built-in)")
       ->type_name("FILE");
   add_integer(*app, "-n,--tokens", options->max_new, 1, INT32_MAX,
               "end a reply after N tokens (default: when the model ends it)");

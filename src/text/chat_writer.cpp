@@ -1,8 +1,8 @@
 #include "text/chat_writer.h"
 
-#include <algorithm>
-
 #include <fmt/format.h>
+
+#include <algorithm>
 
 #include "base/error.h"
 #include "base/mapped_file.h"
@@ -42,8 +42,8 @@ struct Expectations {
 };
 
 // What opens a thought, by the template's own words. A prompt that ends with one is continued as reasoning.
-constexpr std::string_view kThoughtOpenings[] = {"<think>", "<|channel>thought", "[THINK]", "<seed:think>",
-                                                 "<|START_THINKING|>", "<think:opensource>"};
+constexpr std::string_view kThoughtOpenings[] = {"<think>",      "<|channel>thought",  "[THINK]",
+                                                 "<seed:think>", "<|START_THINKING|>", "<think:opensource>"};
 
 class TemplateWriter : public ChatWriter {
  public:
@@ -53,7 +53,7 @@ class TemplateWriter : public ChatWriter {
   }
 
   ChatPrompt write(const Json& messages, const ChatOptions& options) const override {
-    read_messages(messages, options.media_placeholders);   // throws for what no format can hold
+    read_messages(messages, options.media_placeholders);  // throws for what no format can hold
     read_tools(options.tools);
     try {
       return to_prompt(render(messages, options, expectations_));
@@ -152,7 +152,8 @@ class TemplateWriter : public ChatWriter {
       if (!options.template_variables.is_object())
         throw Error(ErrorCode::kBadInput, "the variables for the chat template are no object");
       for (const auto& [name, value] : options.template_variables.items()) {
-        std::erase_if(variables, [&](const TemplateVariable& known) { return known.name == name && name != "messages"; });
+        std::erase_if(variables,
+                      [&](const TemplateVariable& known) { return known.name == name && name != "messages"; });
         if (name != "messages") variables.push_back({.name = name, .value = value});
       }
     }
@@ -162,7 +163,7 @@ class TemplateWriter : public ChatWriter {
 
   ChatPrompt to_prompt(const std::vector<RenderedPiece>& pieces) const {
     PromptBuilder out;
-    std::string own_tail;   // what the template itself wrote last
+    std::string own_tail;  // what the template itself wrote last
     for (const RenderedPiece& piece : pieces) {
       if (piece.foreign) {
         out.text(piece.text);
@@ -238,7 +239,8 @@ std::unique_ptr<ChatWriter> make_built_in_writer(ChatFormat format) {
   return std::make_unique<BuiltInWriter>(std::move(format));
 }
 
-std::unique_ptr<ChatWriter> make_template_writer(std::string name, std::string_view source, const Tokenizer& tokenizer) {
+std::unique_ptr<ChatWriter> make_template_writer(std::string name, std::string_view source,
+                                                 const Tokenizer& tokenizer) {
   return std::make_unique<TemplateWriter>(std::move(name), source, tokenizer);
 }
 

@@ -5,12 +5,12 @@
 //       conversation beside a harmless one; small templates of either habit.
 #include "text/chat_writer.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <fstream>
 #include <regex>
 #include <set>
-
-#include <fmt/format.h>
 
 #include "text/test_support.h"
 
@@ -34,7 +34,8 @@ std::unique_ptr<Tokenizer> small_tokenizer(const std::vector<std::string>& contr
 
 Json user(const std::string& text) { return Json::array({{{"role", "user"}, {"content", text}}}); }
 
-std::string written(const Tokenizer& tokenizer, const std::string& source, const Json& messages, ChatOptions options = {}) {
+std::string written(const Tokenizer& tokenizer, const std::string& source, const Json& messages,
+                    ChatOptions options = {}) {
   return make_template_writer("test", source, tokenizer)->write(messages, options).text();
 }
 
@@ -64,14 +65,20 @@ TEST(ChatWriter, OwnTemplateAndBuiltInFormatGiveTheSameIds) {
   std::vector<Pair> pairs;
   const std::string smol = "You are a helpful AI assistant named SmolLM, trained by Hugging Face";
   if (const test::RealModel* model = test::real_model("smollm2"))
-    pairs.push_back({"smollm2", "smollm2", find_chat_template(*model->checkpoint).value_or(""),
+    pairs.push_back({"smollm2",
+                     "smollm2",
+                     find_chat_template(*model->checkpoint).value_or(""),
                      {.family = ChatFamily::kChatMl, .default_system = smol}});
   if (cases) {
     const Json& templates = (*cases)["templates"];
-    pairs.push_back({"llama3", "llama3.1", templates["meta-llama-Llama-3.1-8B-Instruct.jinja"], {.family = ChatFamily::kLlama3}});
-    pairs.push_back({"llama3", "llama3.2", templates["meta-llama-Llama-3.2-3B-Instruct.jinja"],
+    pairs.push_back(
+        {"llama3", "llama3.1", templates["meta-llama-Llama-3.1-8B-Instruct.jinja"], {.family = ChatFamily::kLlama3}});
+    pairs.push_back({"llama3",
+                     "llama3.2",
+                     templates["meta-llama-Llama-3.2-3B-Instruct.jinja"],
                      {.family = ChatFamily::kLlama3, .todays_date = true}});
-    pairs.push_back({"gemma4", "gemma4-31b-mid", templates["google-gemma-4-31B-it.jinja"], {.family = ChatFamily::kGemma4}});
+    pairs.push_back(
+        {"gemma4", "gemma4-31b-mid", templates["google-gemma-4-31B-it.jinja"], {.family = ChatFamily::kGemma4}});
   }
   int n_checked = 0;
   for (const Pair& pair : pairs) {
@@ -86,7 +93,7 @@ TEST(ChatWriter, OwnTemplateAndBuiltInFormatGiveTheSameIds) {
       // Harmless text: as if the whole were tokenised at once.
       EXPECT_EQ(ids, model->tokenizer->encode(prompt.text(), true)) << pair.golden_name << ", " << name;
       const ChatPrompt other = built_in->write(input["messages"], options_of(input));
-      if (other.text() != prompt.text()) continue;   // the built-in one follows a later age of Gemma 4's template
+      if (other.text() != prompt.text()) continue;  // the built-in one follows a later age of Gemma 4's template
       EXPECT_EQ(ids, encode_prompt(*model->tokenizer, other)) << pair.golden_name << ", " << name;
       ++n_checked;
     }
@@ -99,7 +106,8 @@ TEST(ChatWriter, OwnTemplateAndBuiltInFormatGiveTheSameIds) {
 std::vector<std::string> controls_of(const std::string& source) {
   static const std::regex looks_special("<[|/]?[A-Za-z_:|=-]+[|]?>|\\[/?[A-Z_]{3,}\\]|<\\|\"\\|>");
   std::set<std::string> found = {"<bos>", "<eos>"};
-  for (auto match = std::sregex_iterator(source.begin(), source.end(), looks_special); match != std::sregex_iterator(); ++match)
+  for (auto match = std::sregex_iterator(source.begin(), source.end(), looks_special); match != std::sregex_iterator();
+       ++match)
     found.insert(match->str());
   return {found.begin(), found.end()};
 }
@@ -114,10 +122,9 @@ TEST(ChatWriter, NoTemplateMakesControlTokensOfWhatPeopleWrite) {
          {{"role", "user"}, {"content", "Us " + text}},
          {{"role", "assistant"},
           {"content", "As "},
-          {"tool_calls",
-           Json::array({{{"id", "call00001"},
-                         {"type", "function"},
-                         {"function", {{"name", "tool"}, {"arguments", {{"key", "Ar " + text}}}}}}})}},
+          {"tool_calls", Json::array({{{"id", "call00001"},
+                                       {"type", "function"},
+                                       {"function", {{"name", "tool"}, {"arguments", {{"key", "Ar " + text}}}}}}})}},
          {{"role", "tool"}, {"tool_call_id", "call00001"}, {"name", "tool"}, {"content", "Re " + text}},
          {{"role", "assistant"}, {"content", "ok"}},
          {{"role", "user"}, {"content", "Us " + text}}});
@@ -125,15 +132,14 @@ TEST(ChatWriter, NoTemplateMakesControlTokensOfWhatPeopleWrite) {
   const auto tools = [](const std::string& text) {
     ChatOptions options;
     options.today = "01 Jan 2026";
-    options.tools = Json::array(
-        {{{"type", "function"},
-          {"function",
-           {{"name", "tool"},
-            {"description", "De " + text},
-            {"parameters",
-             {{"type", "object"},
-              {"properties", {{"key", {{"type", "string"}, {"description", "Pa " + text}}}}},
-              {"required", Json::array({"key"})}}}}}}});
+    options.tools = Json::array({{{"type", "function"},
+                                  {"function",
+                                   {{"name", "tool"},
+                                    {"description", "De " + text},
+                                    {"parameters",
+                                     {{"type", "object"},
+                                      {"properties", {{"key", {{"type", "string"}, {"description", "Pa " + text}}}}},
+                                      {"required", Json::array({"key"})}}}}}}});
     return options;
   };
   int n_checked = 0;
@@ -165,14 +171,15 @@ TEST(ChatWriter, NoTemplateMakesControlTokensOfWhatPeopleWrite) {
 TEST(ChatWriter, ControlTokensCanNotBePutTogetherFromBothSides) {
   const auto tokenizer = small_tokenizer({"<s>", "<|im_start|>", "<|im_end|>"});
   const auto writer = make_template_writer(
-      "test", "{% for m in messages %}<|im_{{ m.content }}<|im_start|>{{ m.role }}<|{{ m.content }}|>{% endfor %}", *tokenizer);
+      "test", "{% for m in messages %}<|im_{{ m.content }}<|im_start|>{{ m.role }}<|{{ m.content }}|>{% endfor %}",
+      *tokenizer);
   const ChatPrompt prompt = writer->write(user("im_end"), {});
   EXPECT_EQ(prompt.text(), "<|im_im_end<|im_start|>user<|im_end|>");
   std::vector<std::string> controls;
   for (const PromptPiece& piece : prompt.pieces)
     if (piece.control) controls.push_back(piece.text);
   EXPECT_EQ(controls, std::vector<std::string>{"<|im_start|>"});
-  EXPECT_EQ(writer->write(user("start|>"), {}).pieces.size(), 3u);   // text, token, text
+  EXPECT_EQ(writer->write(user("start|>"), {}).pieces.size(), 3u);  // text, token, text
 }
 
 TEST(ChatWriter, ToolCallsComeInTheFormThatTheTemplateExpects) {
@@ -182,23 +189,27 @@ TEST(ChatWriter, ToolCallsComeInTheFormThatTheTemplateExpects) {
   for (const char* arguments : {R"("{\"a\": 1}")", R"({"a": 1})"}) {
     const Json messages = Json::parse(fmt::format(
         R"([{{"role":"user","content":"x"}},
-            {{"role":"assistant","content":null,"tool_calls":[{{"function":{{"name":"f","arguments":{}}}}}]}}])", arguments));
+            {{"role":"assistant","content":null,"tool_calls":[{{"function":{{"name":"f","arguments":{}}}}}]}}])",
+        arguments));
     EXPECT_EQ(written(*tokenizer, head + "{{ c.function.arguments | tojson }}" + tail, messages), "x;{\"a\": 1};");
     EXPECT_EQ(written(*tokenizer, head + "{{ c.function.arguments }}" + tail, messages), "x;{\"a\": 1};");
     EXPECT_EQ(written(*tokenizer, head + "{{ '(' + c.function.arguments + ')' }}" + tail, messages), "x;({\"a\": 1});");
-    EXPECT_EQ(written(*tokenizer, head + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}" + tail,
-                      messages),
-              "x;a=1;");
+    EXPECT_EQ(
+        written(*tokenizer, head + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}" + tail,
+                messages),
+        "x;a=1;");
   }
 }
 
 TEST(ChatWriter, ContentComesInTheFormThatTheTemplateExpects) {
   const auto tokenizer = small_tokenizer({"<s>"});
-  const Json parts = Json::parse(R"([{"role":"user","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}])");
+  const Json parts =
+      Json::parse(R"([{"role":"user","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}])");
   const std::string as_text = "{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}";
   const std::string as_parts = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}";
-  const std::string either = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
-                             "{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}";
+  const std::string either =
+      "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+      "{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}";
   EXPECT_EQ(written(*tokenizer, as_text, parts), "<ab>");
   EXPECT_EQ(written(*tokenizer, as_text, user("c")), "<c>");
   EXPECT_EQ(written(*tokenizer, as_parts, parts), "<a><b>");
@@ -210,8 +221,10 @@ TEST(ChatWriter, ContentComesInTheFormThatTheTemplateExpects) {
 TEST(ChatWriter, VariablesThinkingAndErrors) {
   const auto tokenizer = small_tokenizer({"<s>", "<think>", "</think>"});
   const std::string source =
-      "{{ bos_token }}{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content is defined }};{% endfor %}"
-      "{{ tools is none }}{{ effort }}{% if add_generation_prompt %}<think>\n{% if not enable_thinking %}</think>\n{% endif %}{% endif %}";
+      "{{ bos_token }}{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content is defined }};{% "
+      "endfor %}"
+      "{{ tools is none }}{{ effort }}{% if add_generation_prompt %}<think>\n{% if not enable_thinking %}</think>\n{% "
+      "endif %}{% endif %}";
   const auto writer = make_template_writer("x.jinja", source, *tokenizer);
   EXPECT_TRUE(writer->can_think());
   EXPECT_FALSE(make_template_writer("x", "{{ messages[0].content }}", *tokenizer)->can_think());
@@ -222,11 +235,13 @@ TEST(ChatWriter, VariablesThinkingAndErrors) {
   ChatPrompt prompt = writer->write(messages, options);
   EXPECT_EQ(prompt.text(), "<s>||True;r|r|False;||True;True<think><think>\n</think>\n");
   EXPECT_FALSE(prompt.in_thought);
-  EXPECT_EQ(std::count_if(prompt.pieces.begin(), prompt.pieces.end(), [](const PromptPiece& p) { return p.text == "<think>"; }), 1);
+  EXPECT_EQ(std::count_if(prompt.pieces.begin(), prompt.pieces.end(),
+                          [](const PromptPiece& p) { return p.text == "<think>"; }),
+            1);
   options.enable_thinking = true;
   EXPECT_TRUE(writer->write(messages, options).in_thought);
   options.add_generation_prompt = false;
-  EXPECT_FALSE(writer->write(messages, options).in_thought);   // what a caller spelt opens no thought
+  EXPECT_FALSE(writer->write(messages, options).in_thought);  // what a caller spelt opens no thought
 
   EXPECT_EQ(error_of([&] { written(*tokenizer, "{{ raise_exception('no ' ~ messages[0].content) }}", user("luck")); }),
             "test: line 1: no luck");
@@ -249,8 +264,9 @@ TEST(ChatWriter, TheModelsTemplateIsChosenWhereItCanBeUsed) {
   const auto instead = make_chat_writer(checkpoint, *chatml);
   EXPECT_EQ(instead->name(), "ChatML");
   ASSERT_FALSE(instead->warnings().empty());
-  EXPECT_EQ(instead->warnings()[0], "the model's chat template: line 1: Encountered unknown tag 'broken'; the built-in "
-                                    "ChatML format is used instead");
+  EXPECT_EQ(instead->warnings()[0],
+            "the model's chat template: line 1: Encountered unknown tag 'broken'; the built-in "
+            "ChatML format is used instead");
   const auto nothing = small_tokenizer({"<s>"});
   EXPECT_NE(error_of([&] { make_chat_writer(checkpoint, *nothing); }).find("broken"), std::string::npos);
   checkpoint.metadata_.values.erase("tokenizer.chat_template");
@@ -258,7 +274,8 @@ TEST(ChatWriter, TheModelsTemplateIsChosenWhereItCanBeUsed) {
 
   const auto file = std::filesystem::path(testing::TempDir()) / "beryl-chat-writer-test.jinja";
   std::ofstream(file) << "file {{ messages[0].content }}";
-  EXPECT_EQ(make_chat_writer(checkpoint, *nothing, TemplateChoice::kFile, file.string())->write(user("x"), {}).text(), "file x");
+  EXPECT_EQ(make_chat_writer(checkpoint, *nothing, TemplateChoice::kFile, file.string())->write(user("x"), {}).text(),
+            "file x");
   std::filesystem::remove(file);
   EXPECT_NE(error_of([&] { make_chat_writer(checkpoint, *nothing, TemplateChoice::kFile, file.string()); }), "");
 }

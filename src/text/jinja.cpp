@@ -125,8 +125,7 @@ std::vector<RenderedPiece> JinjaTemplate::render(const std::vector<TemplateVaria
   Budget budget(limits.work + 256 * (size.characters + size.values),
                 limits.bytes + 32 * size.characters + 512 * size.values, limits.characters + 4 * size.characters);
   std::map<std::string, Value> context;
-  for (const TemplateVariable& variable : variables)
-    context[variable.name] = to_value(variable, budget);
+  for (const TemplateVariable& variable : variables) context[variable.name] = to_value(variable, budget);
   const Text text = Machine(parsed_->syntax, budget, std::move(context), clock ? clock : local_time).run();
 
   std::vector<RenderedPiece> pieces;

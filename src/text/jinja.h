@@ -13,11 +13,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include <nlohmann/json.hpp>
 
 namespace beryl {
 
@@ -32,15 +31,15 @@ struct TemplateVariable {
 
 // A part of a rendered text, from one side.
 struct RenderedPiece {
-  std::string text;       // never empty
-  bool foreign = false;   // from a variable that is not trusted; else the template's own
+  std::string text;      // never empty
+  bool foreign = false;  // from a variable that is not trusted; else the template's own
 };
 
 // What one rendering may take. What the variables bring comes on top.
 struct TemplateLimits {
-  uint64_t work = uint64_t{2} << 30;          // a step of the machine counts 64, a character that is handled 1: seconds
-  size_t bytes = size_t{256} << 20;           // of all values alive
-  size_t characters = size_t{16} << 20;       // of one text
+  uint64_t work = uint64_t{2} << 30;     // a step of the machine counts 64, a character that is handled 1: seconds
+  size_t bytes = size_t{256} << 20;      // of all values alive
+  size_t characters = size_t{16} << 20;  // of one text
 };
 
 class JinjaTemplate {

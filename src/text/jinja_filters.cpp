@@ -1,10 +1,10 @@
 // The filters of Jinja, with transformers' tojson.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <unordered_map>
-
-#include <fmt/format.h>
 
 #include "text/jinja_format.h"
 #include "text/jinja_machine.h"
@@ -31,7 +31,9 @@ Value soft_text(const Value& value, Budget& budget) {
   return value.is_text() ? value : make_text(budget, printed(value, budget));
 }
 
-Value like(const Value& model, Text text, Budget& budget) { return make_text(budget, std::move(text), model.is_markup()); }
+Value like(const Value& model, Text text, Budget& budget) {
+  return make_text(budget, std::move(text), model.is_markup());
+}
 
 Value ignore_case(const Value& value, Budget& budget) {
   return value.is_text() ? like(value, lower(value.text()), budget) : value;
@@ -40,7 +42,8 @@ Value ignore_case(const Value& value, Budget& budget) {
 // "a.b.0" or a number: the path to a part of an item.
 class Path {
  public:
-  Path(Machine& machine, const Value& path, const Value* otherwise = nullptr) : machine_(machine), otherwise_(otherwise) {
+  Path(Machine& machine, const Value& path, const Value* otherwise = nullptr)
+      : machine_(machine), otherwise_(otherwise) {
     if (path.is(Kind::kNone)) return;
     if (!path.is_text()) {
       parts_.push_back(path);
@@ -90,7 +93,10 @@ Value change_case(const Call& call) {
   const Value text = soft_text(call.value, call.budget());
   call.budget().charge(text.text().size() * 4);
   const std::string_view name = call.name;
-  return like(text, name == "upper" ? upper(text.text()) : name == "lower" ? lower(text.text()) : capitalize(text.text()),
+  return like(text,
+              name == "upper"   ? upper(text.text())
+              : name == "lower" ? lower(text.text())
+                                : capitalize(text.text()),
               call.budget());
 }
 
@@ -100,7 +106,8 @@ Value title_filter(const Call& call) {
   const Text text = soft_text(call.value, call.budget()).text();
   call.budget().charge(text.size() * 4);
   const auto separates = [](Character c) {
-    return is_space(c) || std::u32string_view(U"-({[<").find(static_cast<char32_t>(code_point(c))) != std::u32string_view::npos;
+    return is_space(c) ||
+           std::u32string_view(U"-({[<").find(static_cast<char32_t>(code_point(c))) != std::u32string_view::npos;
   };
   Text out;
   for (size_t at = 0; at < text.size();) {
@@ -123,7 +130,7 @@ Value replace_filter(const Call& call) {
   return call.machine.call(*built_in_attribute(call.machine, text, "replace"), arguments);
 }
 
-Value method_filter(const Call& call) {   // center
+Value method_filter(const Call& call) {  // center
   const auto p = call.parameters({"width"});
   Arguments arguments;
   arguments.positional = {p.get(0, 80)};
@@ -151,12 +158,13 @@ Value indent(const Call& call) {
   const auto p = call.parameters({"width", "first", "blank"});
   Budget& budget = call.budget();
   require_defined(call.value);
-  if (!call.value.is_text()) throw template_error(fmt::format("indent: a str is required, not {}", type_name(call.value)));
+  if (!call.value.is_text())
+    throw template_error(fmt::format("indent: a str is required, not {}", type_name(call.value)));
   const bool markup = call.value.is_markup();
   Text indention;
   if (p.has(0) && p[0]->is_text()) {
     indention = markup ? escape(*p[0], budget).text() : p.text(0);
-    if (markup && p[0]->is_text()) indention = p.text(0);   // Markup(indention) escapes nothing
+    if (markup && p[0]->is_text()) indention = p.text(0);  // Markup(indention) escapes nothing
   } else {
     const Integer width = p.integer(0, 4);
     if (width > 0) {
@@ -181,12 +189,14 @@ Value truncate(const Call& call) {
   const auto p = call.parameters({"length", "killwords", "end", "leeway"});
   Budget& budget = call.budget();
   require_defined(call.value);
-  if (!call.value.is_text()) throw template_error(fmt::format("truncate: a str is required, not {}", type_name(call.value)));
+  if (!call.value.is_text())
+    throw template_error(fmt::format("truncate: a str is required, not {}", type_name(call.value)));
   const Text& text = call.value.text();
   const Text end = p.has(2) ? p.text(2) : to_text("...");
   const Integer length = p.integer(0, 255);
   const Integer leeway = p.has(3) && !p[3]->is(Kind::kNone) ? p.integer(3, 5) : 5;
-  if (length < static_cast<Integer>(end.size()) || leeway < 0) throw template_error("truncate: the length is too small");
+  if (length < static_cast<Integer>(end.size()) || leeway < 0)
+    throw template_error("truncate: the length is too small");
   if (static_cast<Integer>(text.size()) <= length + leeway) return call.value;
   Text kept = text.substr(0, static_cast<size_t>(length) - end.size());
   if (!p.flag(1)) {
@@ -221,8 +231,8 @@ Value urlencode(const Call& call) {
         budget.check_length(out.size());
         budget.charge(2);
         const auto code = static_cast<unsigned char>(byte);
-        const bool plain = code < 0x80 && (std::isalnum(code) != 0 || code == '_' || code == '.' || code == '-' || code == '~' ||
-                                           (code == '/' && !query));
+        const bool plain = code < 0x80 && (std::isalnum(code) != 0 || code == '_' || code == '.' || code == '-' ||
+                                           code == '~' || (code == '/' && !query));
         if (plain)
           out += code | (c & kForeign);
         else if (code == ' ' && query)
@@ -255,7 +265,8 @@ Value urlencode(const Call& call) {
 Value xmlattr(const Call& call) {
   const auto p = call.parameters({"autospace"});
   Budget& budget = call.budget();
-  if (!call.value.is(Kind::kDict)) throw template_error(fmt::format("xmlattr: a dict is required, not {}", type_name(call.value)));
+  if (!call.value.is(Kind::kDict))
+    throw template_error(fmt::format("xmlattr: a dict is required, not {}", type_name(call.value)));
   Text out;
   for (const auto& [key, value] : call.value.dict().entries) {
     if (value.is(Kind::kNone) || value.is(Kind::kUndefined)) continue;
@@ -321,7 +332,8 @@ std::optional<double> parse_float(TextView text) {
   }
   std::string plain;
   for (size_t i = 0; i < digits.size(); ++i) {
-    const bool between = i > 0 && i + 1 < digits.size() && std::isdigit(static_cast<unsigned char>(digits[i - 1])) != 0 &&
+    const bool between = i > 0 && i + 1 < digits.size() &&
+                         std::isdigit(static_cast<unsigned char>(digits[i - 1])) != 0 &&
                          std::isdigit(static_cast<unsigned char>(digits[i + 1])) != 0;
     if (digits[i] == '_' && !between) return std::nullopt;
     if (digits[i] != '_') plain += static_cast<char>(std::tolower(static_cast<unsigned char>(digits[i])));
@@ -360,7 +372,8 @@ std::optional<Integer> parse_integer(TextView text, int base) {
   };
   if (!drop("0x", 16) && !drop("0o", 8)) drop("0b", 2);
   if (base == 0) {
-    if (rest.size() > 1 && rest[0] == '0' && rest.find_first_not_of("0_") != std::string_view::npos) return std::nullopt;
+    if (rest.size() > 1 && rest[0] == '0' && rest.find_first_not_of("0_") != std::string_view::npos)
+      return std::nullopt;
     base = 10;
   }
   if (rest.empty()) return std::nullopt;
@@ -394,7 +407,7 @@ Value to_integer(const Call& call) {
   if (call.value.is_integral()) return call.value.integer();
   if (call.value.is(Kind::kFloat)) {
     if (std::isnan(call.value.number())) return otherwise;
-    return truncated(call.value.number());   // infinity: an OverflowError there too
+    return truncated(call.value.number());  // infinity: an OverflowError there too
   }
   if (!call.value.is_text()) return otherwise;
   call.budget().charge(call.value.text().size());
@@ -468,7 +481,8 @@ Value round_filter(const Call& call) {
 Value file_size(const Call& call) {
   const auto p = call.parameters({"binary"});
   Arguments none;
-  const Value number = call.value.is_numeric() || call.value.is_text() ? to_float({call.machine, "float", call.value, none}) : Value();
+  const Value number =
+      call.value.is_numeric() || call.value.is_text() ? to_float({call.machine, "float", call.value, none}) : Value();
   if (!number.is(Kind::kFloat)) throw template_error("filesizeformat: a number is required");
   const double bytes = number.number();
   const bool binary = p.flag(0);
@@ -530,13 +544,13 @@ Value last(const Call& call) {
 
 Value reverse(const Call& call) {
   call.parameters({});
-  if (call.value.is_text())
-    return slice(call.value, Value::none(), Value::none(), Value(-1), call.budget());
+  if (call.value.is_text()) return slice(call.value, Value::none(), Value::none(), Value(-1), call.budget());
   Values all = iterate(call.value, call.budget());
   std::reverse(all.begin(), all.end());
-  if (call.value.is(Kind::kIterator) || call.value.is(Kind::kUndefined)) return make_list(call.budget(), std::move(all));
-  const std::string_view type = call.value.is(Kind::kList)   ? "list_reverseiterator"
-                                : call.value.is(Kind::kDict) ? "dict_reversekeyiterator"
+  if (call.value.is(Kind::kIterator) || call.value.is(Kind::kUndefined))
+    return make_list(call.budget(), std::move(all));
+  const std::string_view type = call.value.is(Kind::kList)    ? "list_reverseiterator"
+                                : call.value.is(Kind::kDict)  ? "dict_reversekeyiterator"
                                 : call.value.is(Kind::kRange) ? "range_iterator"
                                                               : "reversed";
   return make_iterator(call.budget(), std::move(all), type);
@@ -568,7 +582,8 @@ Value dictsort(const Call& call) {
   require_defined(call.value);
   const std::string by = p.has(1) ? to_utf8(p.text(1)) : "key";
   if (by != "key" && by != "value") throw template_error("You can only sort by either \"key\" or \"value\"");
-  if (!call.value.is(Kind::kDict)) throw template_error(fmt::format("dictsort: a dict is required, not {}", type_name(call.value)));
+  if (!call.value.is(Kind::kDict))
+    throw template_error(fmt::format("dictsort: a dict is required, not {}", type_name(call.value)));
   const auto& entries = call.value.dict().entries;
   std::vector<Values> keys;
   for (const auto& [key, value] : entries) {
@@ -621,7 +636,7 @@ Value unique(const Call& call) {
   return make_iterator(budget, std::move(out));
 }
 
-Value extreme(const Call& call) {   // min, max
+Value extreme(const Call& call) {  // min, max
   const auto p = call.parameters({"case_sensitive", "attribute"});
   Budget& budget = call.budget();
   const Path path(call.machine, p.get(1, Value::none()));
@@ -653,10 +668,11 @@ Value groupby(const Call& call) {
   std::vector<Values> keys;
   for (const Value& item : all) keys.push_back({p.flag(2) ? path.of(item) : ignore_case(path.of(item), budget)});
   Values groups, members;
-  std::optional<size_t> group;   // the first member
+  std::optional<size_t> group;  // the first member
   const auto close = [&] {
     if (!group) return;
-    auto pair = std::make_shared<SequenceObject>(&budget, Values{path.of(all[*group]), make_list(budget, std::move(members))});
+    auto pair =
+        std::make_shared<SequenceObject>(&budget, Values{path.of(all[*group]), make_list(budget, std::move(members))});
     pair->grouped = true;
     groups.emplace_back(Kind::kTuple, std::move(pair));
     members.clear();
@@ -713,7 +729,8 @@ Value select(const Call& call) {
     const Value subject = path.of(item);
     bool holds = false;
     if (given.size() > at) {
-      Arguments arguments{Values(given.begin() + static_cast<std::ptrdiff_t>(at) + 1, given.end()), call.arguments.keyword};
+      Arguments arguments{Values(given.begin() + static_cast<std::ptrdiff_t>(at) + 1, given.end()),
+                          call.arguments.keyword};
       holds = call.machine.test(test, subject, arguments);
     } else {
       holds = is_true(subject);
@@ -759,7 +776,8 @@ Value slice_filter(const Call& call) {
   for (Integer i = 0; i < n; ++i) {
     const bool longer = i < static_cast<Integer>(all.size()) % n;
     const size_t size = static_cast<size_t>(static_cast<Integer>(all.size()) / n) + (longer ? 1 : 0);
-    Values column(all.begin() + static_cast<std::ptrdiff_t>(begin), all.begin() + static_cast<std::ptrdiff_t>(begin + size));
+    Values column(all.begin() + static_cast<std::ptrdiff_t>(begin),
+                  all.begin() + static_cast<std::ptrdiff_t>(begin + size));
     begin += size;
     if (!fill.is(Kind::kNone) && !longer) column.push_back(fill);
     out.push_back(make_list(budget, std::move(column)));
@@ -773,7 +791,8 @@ Value attribute(const Call& call) {
   require_defined(call.value);
   if (call.value.is(Kind::kDict))
     if (auto found = built_in_attribute(call.machine, call.value, to_utf8(name))) return *found;
-  if (call.value.is(Kind::kDict)) return Value::undefined(fmt::format("'dict object' has no attribute {}", quote(to_utf8(name))));
+  if (call.value.is(Kind::kDict))
+    return Value::undefined(fmt::format("'dict object' has no attribute {}", quote(to_utf8(name))));
   return call.machine.get_attribute(call.value, name);
 }
 
@@ -781,17 +800,55 @@ using Filter = Value (*)(const Call&);
 
 const std::unordered_map<std::string_view, Filter>& filters() {
   static const std::unordered_map<std::string_view, Filter> all = {
-      {"abs", absolute}, {"attr", attribute}, {"batch", batch}, {"capitalize", change_case}, {"center", method_filter},
-      {"count", count}, {"d", default_value}, {"default", default_value}, {"dictsort", dictsort}, {"e", escape_filter},
-      {"escape", escape_filter}, {"filesizeformat", file_size}, {"first", first}, {"float", to_float},
-      {"forceescape", escape_filter}, {"format", format_filter}, {"groupby", groupby}, {"indent", indent},
-      {"int", to_integer}, {"items", items}, {"join", join}, {"last", last}, {"length", count}, {"list", to_list},
-      {"lower", change_case}, {"map", map}, {"max", extreme}, {"min", extreme}, {"reject", select},
-      {"rejectattr", select}, {"replace", replace_filter}, {"reverse", reverse}, {"round", round_filter},
-      {"safe", mark_safe}, {"select", select}, {"selectattr", select}, {"slice", slice_filter}, {"sort", sort},
-      {"string", to_string}, {"sum", sum}, {"title", title_filter}, {"tojson", tojson}, {"trim", trim},
-      {"truncate", truncate}, {"unique", unique}, {"upper", change_case}, {"urlencode", urlencode},
-      {"wordcount", word_count}, {"xmlattr", xmlattr},
+      {"abs", absolute},
+      {"attr", attribute},
+      {"batch", batch},
+      {"capitalize", change_case},
+      {"center", method_filter},
+      {"count", count},
+      {"d", default_value},
+      {"default", default_value},
+      {"dictsort", dictsort},
+      {"e", escape_filter},
+      {"escape", escape_filter},
+      {"filesizeformat", file_size},
+      {"first", first},
+      {"float", to_float},
+      {"forceescape", escape_filter},
+      {"format", format_filter},
+      {"groupby", groupby},
+      {"indent", indent},
+      {"int", to_integer},
+      {"items", items},
+      {"join", join},
+      {"last", last},
+      {"length", count},
+      {"list", to_list},
+      {"lower", change_case},
+      {"map", map},
+      {"max", extreme},
+      {"min", extreme},
+      {"reject", select},
+      {"rejectattr", select},
+      {"replace", replace_filter},
+      {"reverse", reverse},
+      {"round", round_filter},
+      {"safe", mark_safe},
+      {"select", select},
+      {"selectattr", select},
+      {"slice", slice_filter},
+      {"sort", sort},
+      {"string", to_string},
+      {"sum", sum},
+      {"title", title_filter},
+      {"tojson", tojson},
+      {"trim", trim},
+      {"truncate", truncate},
+      {"unique", unique},
+      {"upper", change_case},
+      {"urlencode", urlencode},
+      {"wordcount", word_count},
+      {"xmlattr", xmlattr},
   };
   return all;
 }

@@ -1,10 +1,10 @@
 #include "text/jinja_format.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-
-#include <fmt/format.h>
 
 #include "text/jinja_machine.h"
 #include "text/python_text.h"
@@ -43,16 +43,17 @@ std::string digits_in_base(Integer magnitude, int base, bool upper) {
   return digits;
 }
 
-Text ascii_of(TextView text) {   // repr() with all but ASCII escaped, for !a and %a
+Text ascii_of(TextView text) {  // repr() with all but ASCII escaped, for !a and %a
   Text out;
   for (const Character c : text) {
     const uint32_t code = code_point(c);
     if (code < 0x80)
       out += c;
     else
-      append_ascii(out, code < 0x100     ? fmt::format("\\x{:02x}", code)
-                        : code < 0x10000 ? fmt::format("\\u{:04x}", code)
-                                         : fmt::format("\\U{:08x}", code),
+      append_ascii(out,
+                   code < 0x100     ? fmt::format("\\x{:02x}", code)
+                   : code < 0x10000 ? fmt::format("\\u{:04x}", code)
+                                    : fmt::format("\\U{:08x}", code),
                    c & kForeign);
   }
   return out;
@@ -131,8 +132,8 @@ Value format_percent(const Value& format, const Value& arguments, Budget& budget
   const bool is_tuple = arguments.is(Kind::kTuple);
   const bool is_mapping = arguments.is(Kind::kDict);
   // What has items by key may be left unused.
-  const bool may_be_unused = is_mapping || arguments.is(Kind::kList) || arguments.is(Kind::kUndefined) ||
-                             arguments.is(Kind::kRange);
+  const bool may_be_unused =
+      is_mapping || arguments.is(Kind::kList) || arguments.is(Kind::kUndefined) || arguments.is(Kind::kRange);
   size_t used = 0;
   const auto next = [&]() -> Value {
     if (is_tuple) {
@@ -168,7 +169,8 @@ Value format_percent(const Value& format, const Value& arguments, Budget& budget
       }
       const Text key = text.substr(begin, at - 1 - begin);
       const Value* found = arguments.dict().find(TextView(key));
-      if (found == nullptr) throw template_error(fmt::format("the format names an unknown key {}", quote(to_utf8(key))));
+      if (found == nullptr)
+        throw template_error(fmt::format("the format names an unknown key {}", quote(to_utf8(key))));
       named = *found;
     }
     PercentField field;
@@ -231,13 +233,21 @@ Value format_percent(const Value& format, const Value& arguments, Budget& budget
         else
           throw template_error("%c requires int or char");
         break;
-      case 'd': case 'i': case 'u': case 'x': case 'X': case 'o':
-      case 'e': case 'E': case 'f': case 'F': case 'g': case 'G':
-        piece = percent_number(value, type, field, budget);
-        break;
+      case 'd':
+      case 'i':
+      case 'u':
+      case 'x':
+      case 'X':
+      case 'o':
+      case 'e':
+      case 'E':
+      case 'f':
+      case 'F':
+      case 'g':
+      case 'G': piece = percent_number(value, type, field, budget); break;
       default:
-        throw template_error(fmt::format("unsupported format character {} at index {}",
-                                         quote(to_utf8(text.substr(at - 1, 1))), at - 1));
+        throw template_error(
+            fmt::format("unsupported format character {} at index {}", quote(to_utf8(text.substr(at - 1, 1))), at - 1));
     }
     const auto missing = static_cast<size_t>(std::max<int64_t>(field.width - static_cast<int64_t>(piece.size()), 0));
     budget.check_length(out.size() + piece.size() + missing);
@@ -302,7 +312,8 @@ BraceField read_specification(TextView text) {
 // Separators between groups of digits, in the part before the point or exponent.
 std::string group_digits(const std::string& number, char separator, size_t group) {
   size_t whole = 0;
-  while (whole < number.size() && std::isalnum(static_cast<unsigned char>(number[whole])) != 0 && number[whole] != 'e') ++whole;
+  while (whole < number.size() && std::isalnum(static_cast<unsigned char>(number[whole])) != 0 && number[whole] != 'e')
+    ++whole;
   std::string out;
   for (size_t i = 0; i < whole; ++i) {
     if (i > 0 && (whole - i) % group == 0) out += separator;
@@ -328,14 +339,15 @@ Text align(TextView sign, TextView body, const BraceField& field, char default_a
 Text format_number(const Value& value, const BraceField& field, Budget& budget) {
   bool negative = false;
   std::string body, prefix;
-  const bool as_float = value.is(Kind::kFloat) || std::string_view("eEfFgG%").find(field.type) != std::string_view::npos;
+  const bool as_float =
+      value.is(Kind::kFloat) || std::string_view("eEfFgG%").find(field.type) != std::string_view::npos;
   if (as_float && (value.is(Kind::kFloat) || field.type != '\0')) {
     const double number = value.number();
     negative = std::signbit(number) && !std::isnan(number);
     const double magnitude = std::abs(number);
     if (field.type == '\0' && field.precision < 0) {
       body = python_float(magnitude);
-    } else if (field.type == '\0') {   // like g, but with a digit after the point
+    } else if (field.type == '\0') {  // like g, but with a digit after the point
       body = format_float(magnitude, 'g', std::max(field.precision, 1), field.alternate);
       if (body.find_first_of(".en") == std::string::npos) {
         if (static_cast<int>(body.size()) < std::max(field.precision, 1))
@@ -358,7 +370,9 @@ Text format_number(const Value& value, const BraceField& field, Budget& budget) 
     negative = integer < 0;
     const Integer magnitude = negative ? -integer : integer;
     switch (field.type) {
-      case '\0': case 'd': case 'n': body = digits_in_base(magnitude, 10, false); break;
+      case '\0':
+      case 'd':
+      case 'n': body = digits_in_base(magnitude, 10, false); break;
       case 'b': body = digits_in_base(magnitude, 2, false), prefix = "0b"; break;
       case 'o': body = digits_in_base(magnitude, 8, false), prefix = "0o"; break;
       case 'x': body = digits_in_base(magnitude, 16, false), prefix = "0x"; break;
@@ -372,10 +386,11 @@ Text format_number(const Value& value, const BraceField& field, Budget& budget) 
     if (!field.alternate) prefix.clear();
   }
   if (field.grouping != '\0')
-    body = group_digits(body, field.grouping, field.type == 'b' || field.type == 'o' || (field.type | 32) == 'x' ? 4 : 3);
+    body =
+        group_digits(body, field.grouping, field.type == 'b' || field.type == 'o' || (field.type | 32) == 'x' ? 4 : 3);
   const std::string sign = (negative ? "-" : field.sign == '+' ? "+" : field.sign == ' ' ? " " : "") + prefix;
   if (field.grouping != '\0' && field.fill == U'0' && field.align == '=')
-    while (static_cast<int>(sign.size() + body.size()) < field.width) {   // the zeros are grouped too
+    while (static_cast<int>(sign.size() + body.size()) < field.width) {  // the zeros are grouped too
       std::string digits;
       for (const char c : body)
         if (c != field.grouping) digits += c;
@@ -390,8 +405,7 @@ Text format_number(const Value& value, const BraceField& field, Budget& budget) 
 Text format_value(const Value& value, TextView specification, Budget& budget) {
   if (specification.empty()) return printed(value, budget);
   const bool plain = value.is_text() || value.is_numeric();
-  if (!plain)
-    throw template_error(fmt::format("unsupported format string passed to {}.__format__", type_name(value)));
+  if (!plain) throw template_error(fmt::format("unsupported format string passed to {}.__format__", type_name(value)));
   BraceField field = read_specification(specification);
   if (value.is_numeric()) return format_number(value, field, budget);
   if (field.type != '\0' && field.type != 's')
@@ -399,10 +413,11 @@ Text format_value(const Value& value, TextView specification, Budget& budget) {
   if (field.sign != '-') throw template_error("Sign not allowed in string format specifier");
   if (field.align == '=') {
     if (field.fill != U'0') throw template_error("'=' alignment not allowed in string format specifier");
-    field.align = '<';   // a bare 0 before the width fills on the right
+    field.align = '<';  // a bare 0 before the width fills on the right
   }
   const TextView text = value.text();
-  return align({}, field.precision >= 0 ? text.substr(0, static_cast<size_t>(field.precision)) : text, field, '<', budget);
+  return align({}, field.precision >= 0 ? text.substr(0, static_cast<size_t>(field.precision)) : text, field, '<',
+               budget);
 }
 
 class BraceFormatter {
@@ -433,7 +448,9 @@ class BraceFormatter {
         open += code_point(text[at]) == '{' ? 1 : 0;
         open -= code_point(text[at]) == '}' ? 1 : 0;
       }
-      if (open > 0) throw template_error(begin >= text.size() ? "Single '{' encountered in format string" : "expected '}' before end of string");
+      if (open > 0)
+        throw template_error(begin >= text.size() ? "Single '{' encountered in format string"
+                                                  : "expected '}' before end of string");
       append(out, field(text.substr(begin, at - 1 - begin), depth), budget);
     }
     return out;
@@ -458,7 +475,8 @@ class BraceFormatter {
       if (end + 1 >= text.size()) throw template_error("end of string while looking for conversion specifier");
       conversion = static_cast<char>(code_point(text[end + 1]));
       end += 2;
-      if (end < text.size() && code_point(text[end]) != ':') throw template_error("expected ':' after conversion specifier");
+      if (end < text.size() && code_point(text[end]) != ':')
+        throw template_error("expected ':' after conversion specifier");
     }
     if (end < text.size()) specification = text.substr(end + 1);
     switch (conversion) {
@@ -483,7 +501,8 @@ class BraceFormatter {
     if (first.empty() || is_number) {
       size_t position = 0;
       if (is_number) {
-        if (next_ > 0) throw template_error("cannot switch from automatic field numbering to manual field specification");
+        if (next_ > 0)
+          throw template_error("cannot switch from automatic field numbering to manual field specification");
         manual_ = true;
         size_t digit = 0;
         position = static_cast<size_t>(read_number(first, digit));
@@ -516,8 +535,8 @@ class BraceFormatter {
         ++at;
         size_t digit = 0;
         const bool number = std::all_of(key.begin(), key.end(), is_decimal);
-        value = machine_.get_item(value, number ? Value(read_number(key, digit))
-                                                : make_text(machine_.budget(), Text(key)));
+        value =
+            machine_.get_item(value, number ? Value(read_number(key, digit)) : make_text(machine_.budget(), Text(key)));
       } else {
         throw template_error("Only '.' or '[' may follow ']' in format field specifier");
       }
@@ -535,8 +554,8 @@ class BraceFormatter {
 }  // namespace
 
 Value format_braces(Machine& machine, const Value& text, const Arguments& arguments) {
-  return make_text(machine.budget(),
-                   BraceFormatter(machine, arguments, text.is_markup()).format(text.text(), 0), text.is_markup());
+  return make_text(machine.budget(), BraceFormatter(machine, arguments, text.is_markup()).format(text.text(), 0),
+                   text.is_markup());
 }
 
 namespace {
@@ -616,8 +635,7 @@ class JsonWriter {
       case Kind::kNone: string(to_text("null", kForeign)); break;
       case Kind::kInteger: string(to_text(integer_text(key.integer()), kForeign)); break;
       case Kind::kFloat: string(to_text(number(key.number()), kForeign)); break;
-      default:
-        throw template_error(fmt::format("keys must be str, int, float, bool or None, not {}", type_name(key)));
+      default: throw template_error(fmt::format("keys must be str, int, float, bool or None, not {}", type_name(key)));
     }
   }
   void string(TextView text) {

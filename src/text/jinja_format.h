@@ -12,8 +12,8 @@ Value format_percent(const Value& text, const Value& arguments, Budget& budget);
 Value format_braces(Machine& machine, const Value& text, const Arguments& arguments);
 
 struct JsonStyle {
-  bool ascii = false;                        // non-ASCII as \uXXXX
-  std::optional<Text> indent;                // absent: one line
+  bool ascii = false;          // non-ASCII as \uXXXX
+  std::optional<Text> indent;  // absent: one line
   Text item_separator, key_separator;
   bool sort_keys = false;
 };

@@ -1,8 +1,8 @@
 #include "text/jinja_lexer.h"
 
-#include <cstdlib>
-
 #include <fmt/format.h>
+
+#include <cstdlib>
 
 #include "text/jinja_syntax.h"
 #include "text/utf8.h"
@@ -14,8 +14,8 @@ namespace {
 
 constexpr size_t kMaxTokens = 400000;
 
-constexpr std::string_view kOperators[] = {"//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]",
-                                           "(",  ")",  "{",  "}",  ">",  "<",  "=", ".", ":", "|", ",", ";"};
+constexpr std::string_view kOperators[] = {"//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[",
+                                           "]",  "(",  ")",  "{",  "}",  ">",  "<", "=", ".", ":", "|", ",", ";"};
 
 // White space as regular expressions of Python see it. Non-ASCII kinds are two or three bytes.
 size_t space_length(std::string_view text, size_t at) {
@@ -52,7 +52,8 @@ class Lexer {
 
  private:
   Token& push(TokenKind kind) {
-    if (tokens_.size() >= kMaxTokens) throw syntax_error(line_, fmt::format("a template of more than {} tokens", kMaxTokens));
+    if (tokens_.size() >= kMaxTokens)
+      throw syntax_error(line_, fmt::format("a template of more than {} tokens", kMaxTokens));
     Token& token = tokens_.emplace_back();
     token.kind = kind;
     token.line = line_;
@@ -77,7 +78,8 @@ class Lexer {
   // The next tag of any kind, from `from` on.
   size_t find_tag(size_t from) const {
     for (size_t at = source_.find('{', from); at != std::string::npos; at = source_.find('{', at + 1))
-      if (at + 1 < source_.size() && (source_[at + 1] == '{' || source_[at + 1] == '%' || source_[at + 1] == '#')) return at;
+      if (at + 1 < source_.size() && (source_[at + 1] == '{' || source_[at + 1] == '%' || source_[at + 1] == '#'))
+        return at;
     return std::string::npos;
   }
 
@@ -116,7 +118,8 @@ class Lexer {
     }
     const char kind = source_[tag + 1];
     const std::string_view data = all.substr(at_, tag - at_);
-    const char sign = tag + 2 < source_.size() && (source_[tag + 2] == '-' || source_[tag + 2] == '+') ? source_[tag + 2] : '\0';
+    const char sign =
+        tag + 2 < source_.size() && (source_[tag + 2] == '-' || source_[tag + 2] == '+') ? source_[tag + 2] : '\0';
     push_data(cut(data, sign, kind != '{'));
     advance(tag - at_);
     const size_t raw_end = kind == '%' ? raw_length() : 0;
@@ -222,9 +225,9 @@ class Lexer {
   void tag_tokens(bool block) {
     const std::string_view end = block ? "%}" : "}}";
     const std::string_view trimmed_end = block ? "-%}" : "-}}";
-    std::string brackets;   // closing ones that are awaited
+    std::string brackets;  // closing ones that are awaited
     for (;;) {
-      if (at_ >= source_.size()) return;   // the parser says what is missing
+      if (at_ >= source_.size()) return;  // the parser says what is missing
       if (brackets.empty()) {
         const bool plain = here(end), trims = here(trimmed_end), keeps = block && here("+%}");
         if (plain || trims || keeps) {
@@ -258,7 +261,9 @@ class Lexer {
   // Digits with single underscores between them, from `at`; returns where they end.
   size_t digits_end(size_t at, const char* allowed) const {
     size_t end = at;
-    const auto is = [&](size_t i) { return i < source_.size() && std::string_view(allowed).find(source_[i]) != std::string_view::npos; };
+    const auto is = [&](size_t i) {
+      return i < source_.size() && std::string_view(allowed).find(source_[i]) != std::string_view::npos;
+    };
     while (is(end) || (end > at && end < source_.size() && source_[end] == '_' && is(end + 1))) ++end;
     return end;
   }
@@ -357,7 +362,9 @@ class Lexer {
         uint32_t code = 0;
         for (size_t i = 0; i < n; ++i, ++at) {
           const char c = at < literal.size() ? literal[at] : '\0';
-          const int digit = c >= '0' && c <= '9' ? c - '0' : (c | 0x20) >= 'a' && (c | 0x20) <= 'f' ? (c | 0x20) - 'a' + 10 : -1;
+          const int digit = c >= '0' && c <= '9'                     ? c - '0'
+                            : (c | 0x20) >= 'a' && (c | 0x20) <= 'f' ? (c | 0x20) - 'a' + 10
+                                                                     : -1;
           if (digit < 0) throw syntax_error(line_, fmt::format("truncated \\{} escape", kind));
           code = code * 16 + static_cast<uint32_t>(digit);
         }
@@ -381,7 +388,14 @@ class Lexer {
         case 'u': hex(4); break;
         case 'U': hex(8); break;
         case 'N': throw syntax_error(line_, "\\N{...} escapes are not supported");
-        case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7': {
+        case '0':
+        case '1':
+        case '2':
+        case '3':
+        case '4':
+        case '5':
+        case '6':
+        case '7': {
           uint32_t code = 0;
           --at;
           for (int i = 0; i < 3 && at < literal.size() && literal[at] >= '0' && literal[at] <= '7'; ++i)
@@ -389,12 +403,12 @@ class Lexer {
           text += code;
           break;
         }
-        default:   // what is no escape stays, backslash and all
+        default:  // what is no escape stays, backslash and all
           text += U'\\';
           --at;
           if (at < literal.size()) {
             const DecodedCharacter c = decode_character(literal, at);
-            if (c.code_point >= 0x80) {   // Python sees the escape that stands for it, \xe4 and the like
+            if (c.code_point >= 0x80) {  // Python sees the escape that stands for it, \xe4 and the like
               text += to_text(c.code_point < 0x100     ? fmt::format("x{:02x}", c.code_point)
                               : c.code_point < 0x10000 ? fmt::format("u{:04x}", c.code_point)
                                                        : fmt::format("U{:08x}", c.code_point));
@@ -415,7 +429,8 @@ class Lexer {
       if (c == '(' || c == '[' || c == '{') brackets += c == '(' ? ')' : c == '[' ? ']' : '}';
       if (c == ')' || c == ']' || c == '}') {
         if (brackets.empty()) throw syntax_error(line_, fmt::format("unexpected '{}'", c));
-        if (brackets.back() != c) throw syntax_error(line_, fmt::format("unexpected '{}', expected '{}'", c, brackets.back()));
+        if (brackets.back() != c)
+          throw syntax_error(line_, fmt::format("unexpected '{}', expected '{}'", c, brackets.back()));
         brackets.pop_back();
       }
       push(TokenKind::kOperator).word = one;
@@ -428,7 +443,7 @@ class Lexer {
   std::string source_;
   size_t at_ = 0;
   int line_ = 1;
-  bool line_starting_ = true;   // the tag before ended a line
+  bool line_starting_ = true;  // the tag before ended a line
   std::vector<Token> tokens_;
 };
 

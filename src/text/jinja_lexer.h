@@ -1,5 +1,5 @@
-// A template cut into tokens, with Jinja's treatment of white space: the newline after a block tag and the blanks before
-// one at the begin of a line go (trim_blocks, lstrip_blocks), "-" takes all white space on its side, "+" keeps it.
+// A template cut into tokens, with Jinja's treatment of white space: the newline after a block tag and the blanks
+// before one at the begin of a line go (trim_blocks, lstrip_blocks), "-" takes all white space on its side, "+" keeps it.
 #pragma once
 
 #include <string>
@@ -11,14 +11,23 @@
 namespace beryl::jinja {
 
 enum class TokenKind : uint8_t {
-  kData, kVariableBegin, kVariableEnd, kBlockBegin, kBlockEnd, kName, kText, kNumber, kOperator, kEnd
+  kData,
+  kVariableBegin,
+  kVariableEnd,
+  kBlockBegin,
+  kBlockEnd,
+  kName,
+  kText,
+  kNumber,
+  kOperator,
+  kEnd
 };
 
 struct Token {
   TokenKind kind = TokenKind::kEnd;
   int line = 1;
-  std::string word;   // names and operators
-  Text text;          // data and text literals
+  std::string word;  // names and operators
+  Text text;         // data and text literals
   Value number;
 };
 

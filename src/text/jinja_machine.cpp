@@ -1,10 +1,10 @@
 #include "text/jinja_machine.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <new>
 #include <utility>
-
-#include <fmt/format.h>
 
 #include "base/error.h"
 #include "weights/quote.h"
@@ -123,10 +123,11 @@ class Loop : public Function, public std::enable_shared_from_this<Loop> {
         return arguments.positional[static_cast<size_t>(index0) % arguments.positional.size()];
       });
     if (name == "changed") {
-      machine.keep(shared_from_this());   // it may be given itself
-      return make_function(machine.budget(), "changed", [loop = shared_from_this()](Machine& running, Arguments& arguments) {
-        return Value(loop->changed(arguments.positional, running.budget()));
-      });
+      machine.keep(shared_from_this());  // it may be given itself
+      return make_function(machine.budget(), "changed",
+                           [loop = shared_from_this()](Machine& running, Arguments& arguments) {
+                             return Value(loop->changed(arguments.positional, running.budget()));
+                           });
     }
     return std::nullopt;
   }
@@ -194,8 +195,8 @@ Parameters::Parameters(std::string_view function, const Arguments& arguments,
                        std::initializer_list<std::string_view> names, size_t required)
     : function_(function), given_(names.size(), nullptr) {
   if (arguments.positional.size() > names.size())
-    throw template_error(fmt::format("{}() takes {} arguments but {} were given", function, names.size(),
-                                     arguments.positional.size()));
+    throw template_error(
+        fmt::format("{}() takes {} arguments but {} were given", function, names.size(), arguments.positional.size()));
   for (size_t i = 0; i < arguments.positional.size(); ++i) given_[i] = &arguments.positional[i];
   for (const auto& [keyword, value] : arguments.keyword) {
     const std::string name = to_utf8(keyword);
@@ -203,7 +204,8 @@ Parameters::Parameters(std::string_view function, const Arguments& arguments,
     if (found == names.end())
       throw template_error(fmt::format("{}() got an unexpected keyword argument {}", function, quote(name)));
     const Value*& place = given_[static_cast<size_t>(found - names.begin())];
-    if (place != nullptr) throw template_error(fmt::format("{}() got multiple values for argument {}", function, quote(name)));
+    if (place != nullptr)
+      throw template_error(fmt::format("{}() got multiple values for argument {}", function, quote(name)));
     place = &value;
   }
   for (size_t i = 0; i < required; ++i)
@@ -215,7 +217,8 @@ Integer Parameters::integer(size_t index, Integer otherwise) const {
   if (!has(index)) return otherwise;
   require_defined(*given_[index]);
   if (!given_[index]->is_integral())
-    throw template_error(fmt::format("{}(): '{}' object cannot be interpreted as an integer", function_, type_name(*given_[index])));
+    throw template_error(
+        fmt::format("{}(): '{}' object cannot be interpreted as an integer", function_, type_name(*given_[index])));
   return given_[index]->integer();
 }
 
@@ -246,7 +249,10 @@ class Machine::Nested {
 class Machine::RunningFunction {
  public:
   RunningFunction(Machine& machine, const FunctionScope& function, std::shared_ptr<Activation> outer)
-      : machine_(machine), output_(machine.budget_), caller_(std::move(machine.activation_)), caller_out_(machine.out_) {
+      : machine_(machine),
+        output_(machine.budget_),
+        caller_(std::move(machine.activation_)),
+        caller_out_(machine.out_) {
     machine_.activation_ = std::make_shared<Activation>(&machine.budget_, function, std::move(outer));
     machine_.out_ = &output_;
   }
@@ -406,7 +412,7 @@ Machine::Flow Machine::execute_block(const Statement& statement) {
     throw;
   }
   out_ = outside;
-  if (flow != Flow::kNext) return flow;   // the text is lost with the turn of the loop
+  if (flow != Flow::kNext) return flow;  // the text is lost with the turn of the loop
   Value value;
   if (statement.expressions.empty()) {
     value = make_text(budget_, inner.take());
@@ -439,7 +445,7 @@ Machine::Flow Machine::execute_for(const Statement& statement, const Value& sour
     loop = std::make_shared<Loop>(&budget_, std::move(items), accepts, depth);
     if (statement.recursive) loop->set_recursion(statement, activation_->outer);
   }
-  bool none_finished = true;   // no turn ran to its end: then `else` is for this loop
+  bool none_finished = true;  // no turn ran to its end: then `else` is for this loop
   Flow leaving = Flow::kNext;
   for (size_t i = 0;; ++i) {
     std::optional<Value> item;
@@ -470,8 +476,8 @@ Machine::Flow Machine::execute_for(const Statement& statement, const Value& sour
   return Flow::kNext;
 }
 
-Text Machine::run_recursive_loop(const Statement& statement, const std::shared_ptr<Activation>& outer, const Value& items,
-                                 int depth) {
+Text Machine::run_recursive_loop(const Statement& statement, const std::shared_ptr<Activation>& outer,
+                                 const Value& items, int depth) {
   const Nested nested(*this);
   RunningFunction function(*this, statement.function, outer);
   execute_for(statement, items, depth);
@@ -523,11 +529,13 @@ Text Machine::run_macro(const Statement& macro, const std::shared_ptr<Activation
     for (auto& [name, value] : keyword) dict->set(make_text(budget_, Text(name)), std::move(value), budget_);
     slot(macro.keywords) = Value(Kind::kDict, std::move(dict));
   } else if (!keyword.empty()) {
-    throw template_error(fmt::format("macro '{}' takes no keyword argument {}", macro.name, quote(to_utf8(keyword[0].first))));
+    throw template_error(
+        fmt::format("macro '{}' takes no keyword argument {}", macro.name, quote(to_utf8(keyword[0].first))));
   }
   if (macro.extra.function_level >= 0) {
-    slot(macro.extra) = make_tuple(budget_, Values(arguments.positional.begin() + static_cast<std::ptrdiff_t>(n_positional),
-                                                   arguments.positional.end()));
+    slot(macro.extra) = make_tuple(
+        budget_,
+        Values(arguments.positional.begin() + static_cast<std::ptrdiff_t>(n_positional), arguments.positional.end()));
   } else if (arguments.positional.size() > n_parameters) {
     throw template_error(fmt::format("macro '{}' takes not more than {} argument(s)", macro.name, n_parameters));
   }
@@ -631,9 +639,9 @@ Value Machine::evaluate(const Expression& expression) {
     case ExpressionKind::kConditional:
       if (is_true(evaluate(*expression.parts[0]))) return evaluate(*expression.parts[1]);
       if (expression.parts[2] != nullptr) return evaluate(*expression.parts[2]);
-      return Value::undefined(fmt::format("the inline if-expression on line {} evaluated to false and no else section was defined.",
-                                          expression.line));
-    case ExpressionKind::kNamespaceReference: break;   // a target only
+      return Value::undefined(fmt::format(
+          "the inline if-expression on line {} evaluated to false and no else section was defined.", expression.line));
+    case ExpressionKind::kNamespaceReference: break;  // a target only
   }
   return {};
 }
@@ -689,7 +697,8 @@ void Machine::evaluate_arguments(const std::vector<Argument>& arguments, Argumen
           for (const auto& known : out.keyword) {
             budget_.charge(4);
             if (known.first == key.text())
-              throw template_error(fmt::format("got multiple values for keyword argument {}", quote(to_utf8(key.text()))));
+              throw template_error(
+                  fmt::format("got multiple values for keyword argument {}", quote(to_utf8(key.text()))));
           }
           out.keyword.emplace_back(key.text(), inner);
         }
@@ -723,8 +732,8 @@ Value Machine::call(const Value& function, Arguments& arguments) {
 }
 
 Value Machine::evaluate_filter(const Expression& expression) {
-  const Value value = expression.parts[0] != nullptr ? evaluate(*expression.parts[0])
-                                                     : make_text(budget_, std::move(filter_input_));
+  const Value value =
+      expression.parts[0] != nullptr ? evaluate(*expression.parts[0]) : make_text(budget_, std::move(filter_input_));
   Arguments arguments;
   evaluate_arguments(expression.arguments, arguments);
   line_ = expression.line;
@@ -760,7 +769,8 @@ Value Machine::evaluate_concatenation(const Expression& expression) {
   Values parts;
   for (const ExpressionPtr& part : expression.parts) parts.push_back(evaluate(*part));
   Text text;
-  for (const Value& part : parts) append(text, part.is_text() ? TextView(part.text()) : TextView(printed(part, budget_)), budget_);
+  for (const Value& part : parts)
+    append(text, part.is_text() ? TextView(part.text()) : TextView(printed(part, budget_)), budget_);
   return make_text(budget_, std::move(text));
 }
 
@@ -792,7 +802,8 @@ Value Machine::get_attribute(const Value& value, TextView name) {
   require_defined(value);
   const std::string utf8 = to_utf8(name);
   if (utf8.starts_with("__") && utf8.ends_with("__"))
-    return Value::undefined(fmt::format("access to attribute {} of '{}' object is unsafe.", quote(utf8), type_name(value)));
+    return Value::undefined(
+        fmt::format("access to attribute {} of '{}' object is unsafe.", quote(utf8), type_name(value)));
   if (auto found = built_in_attribute(*this, value, utf8)) return *found;
   if (value.is(Kind::kDict)) {
     budget_.charge(16 + name.size());
@@ -815,7 +826,8 @@ Value Machine::get_item(const Value& value, const Value& key) {
                                         key.is_integral() ? integer_text(key.integer()) : std::string("of this key")));
   const std::string name = to_utf8(key.text());
   if (name.starts_with("__") && name.ends_with("__"))
-    return Value::undefined(fmt::format("access to attribute {} of '{}' object is unsafe.", quote(name), type_name(value)));
+    return Value::undefined(
+        fmt::format("access to attribute {} of '{}' object is unsafe.", quote(name), type_name(value)));
   if (auto found = built_in_attribute(*this, value, name)) return *found;
   return Value::undefined(fmt::format("'{}' has no attribute {}", named(value), quote(name)));
 }

@@ -25,7 +25,7 @@ struct Activation : Object {
   int level;
   std::shared_ptr<Activation> outer;
   Values slots;
-  bool captured = false;   // by a macro, so the machine keeps it
+  bool captured = false;  // by a macro, so the machine keeps it
 };
 
 // Text under construction, counted while it lives.
@@ -72,7 +72,8 @@ class Machine {
 
   // For macros and loops.
   Text run_macro(const Statement& macro, const std::shared_ptr<Activation>& outer, Arguments& arguments);
-  Text run_recursive_loop(const Statement& loop, const std::shared_ptr<Activation>& outer, const Value& items, int depth);
+  Text run_recursive_loop(const Statement& loop, const std::shared_ptr<Activation>& outer, const Value& items,
+                          int depth);
 
  private:
   enum class Flow { kNext, kBreak, kContinue };
@@ -113,7 +114,7 @@ class Machine {
   std::function<std::string(const std::string&)> clock_;
   std::shared_ptr<Activation> activation_;
   Output* out_ = nullptr;
-  Text filter_input_;          // the text of a filter's block
+  Text filter_input_;  // the text of a filter's block
   int line_ = 0;
   int nesting_ = 0;
   std::vector<std::shared_ptr<Object>> kept_;

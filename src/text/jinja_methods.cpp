@@ -1,10 +1,10 @@
 // What Python's types have by name: the methods of str, dict, list and the others. Names that Python has but that are
 // not built here are an error, not undefined.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <unordered_map>
-
-#include <fmt/format.h>
 
 #include "text/jinja_format.h"
 #include "text/jinja_machine.h"
@@ -42,7 +42,7 @@ Value strip_method(const Call& call) {
   return call.make(strip(TextView(call.text()), TextView(p.text(0)), left, right));
 }
 
-Value split(const Call& call) {   // split, rsplit
+Value split(const Call& call) {  // split, rsplit
   const auto p = call.parameters({"sep", "maxsplit"});
   const TextView text = call.text();
   const Integer asked = p.integer(1, -1);
@@ -107,7 +107,8 @@ Value split_lines(const Call& call) {
     size_t end = begin;
     const auto ends_line = [](Character c) {
       const uint32_t code = code_point(c);
-      return (code >= 0x0A && code <= 0x0D) || (code >= 0x1C && code <= 0x1E) || code == 0x85 || code == 0x2028 || code == 0x2029;
+      return (code >= 0x0A && code <= 0x0D) || (code >= 0x1C && code <= 0x1E) || code == 0x85 || code == 0x2028 ||
+             code == 0x2029;
     };
     while (end < text.size() && !ends_line(text[end])) ++end;
     size_t next = std::min(end + 1, text.size());
@@ -118,7 +119,7 @@ Value split_lines(const Call& call) {
   return make_list(call.budget(), std::move(lines));
 }
 
-Value partition(const Call& call) {   // partition, rpartition
+Value partition(const Call& call) {  // partition, rpartition
   const auto p = call.parameters({"sep"}, 1);
   const TextView text = call.text(), separator = p.text(0);
   if (separator.empty()) throw template_error("empty separator");
@@ -143,7 +144,7 @@ Value replace(const Call& call) {
   Text out;
   call.budget().charge(text.size());
   size_t begin = 0;
-  if (old.empty()) {   // between all characters, and at both ends
+  if (old.empty()) {  // between all characters, and at both ends
     for (; begin < text.size() && left > 0; ++begin, --left) {
       append(out, replacement, call.budget());
       out += text[begin];
@@ -173,7 +174,8 @@ std::optional<Range> range_of(const Parameters& p, size_t from, size_t size) {
     if (at < 0) at = std::max<Integer>(at + static_cast<Integer>(size), 0);
     return at;
   };
-  const Integer begin = clip(from, 0), end = std::min<Integer>(clip(from + 1, static_cast<Integer>(size)), static_cast<Integer>(size));
+  const Integer begin = clip(from, 0),
+                end = std::min<Integer>(clip(from + 1, static_cast<Integer>(size)), static_cast<Integer>(size));
   if (begin > static_cast<Integer>(size) || begin > end) return std::nullopt;
   return Range{static_cast<size_t>(begin), static_cast<size_t>(end)};
 }
@@ -184,7 +186,8 @@ Value starts_or_ends(const Call& call) {
   const auto range = range_of(p, 1, call.text().size());
   const auto matches = [&](const Value& affix) {
     if (!affix.is_text())
-      throw template_error(fmt::format("{} first arg must be str or a tuple of str, not {}", call.name, type_name(affix)));
+      throw template_error(
+          fmt::format("{} first arg must be str or a tuple of str, not {}", call.name, type_name(affix)));
     if (!range) return false;
     const TextView part = TextView(call.text()).substr(range->begin, range->end - range->begin);
     return call.name == "startswith" ? part.starts_with(affix.text()) : part.ends_with(affix.text());
@@ -195,7 +198,7 @@ Value starts_or_ends(const Call& call) {
   return false;
 }
 
-Value find_method(const Call& call) {   // find, rfind, index, rindex, count
+Value find_method(const Call& call) {  // find, rfind, index, rindex, count
   const auto p = call.parameters({"sub", "start", "end"}, 1);
   const TextView wanted = p.text(0);
   const auto range = range_of(p, 1, call.text().size());
@@ -226,7 +229,7 @@ Value case_method(const Call& call) {
                                           : swap_case(call.text()));
 }
 
-Value class_method(const Call& call) {   // isalpha and the like
+Value class_method(const Call& call) {  // isalpha and the like
   call.parameters({});
   const Text& text = call.text();
   call.budget().charge(text.size() * 8);
@@ -241,8 +244,9 @@ Value class_method(const Call& call) {   // isalpha and the like
   if (name == "isprintable") return text.empty() || all(is_printable);
   if (name == "isascii") return text.empty() || all([](Character c) { return code_point(c) < 0x80; });
   if (name == "isidentifier")
-    return all([](Character c) { return is_letter(c) || is_decimal(c) || code_point(c) == '_'; }) && !is_decimal(text[0]);
-  bool any = false, after_cased = false;   // isupper, islower, istitle
+    return all([](Character c) { return is_letter(c) || is_decimal(c) || code_point(c) == '_'; }) &&
+           !is_decimal(text[0]);
+  bool any = false, after_cased = false;  // isupper, islower, istitle
   for (const Character c : text) {
     const bool up = is_upper(c), low = is_lower(c);
     if (name == "isupper" && low) return false;
@@ -254,7 +258,7 @@ Value class_method(const Call& call) {   // isalpha and the like
   return any;
 }
 
-Value pad(const Call& call) {   // center, ljust, rjust, zfill
+Value pad(const Call& call) {  // center, ljust, rjust, zfill
   const auto p = call.parameters({"width", "fillchar"}, 1);
   const Text& text = call.text();
   const Integer width = p.integer(0, 0);
@@ -334,7 +338,7 @@ Value format_map(const Call& call) {
 
 // --- list, tuple, dict ---
 
-Value sequence_method(const Call& call) {   // count, index, copy
+Value sequence_method(const Call& call) {  // count, index, copy
   if (call.name == "copy") {
     call.parameters({});
     return call.self;
@@ -379,10 +383,12 @@ Value number_method(const Call& call) {
   if (call.name == "is_integer") {
     if (!call.self.is(Kind::kFloat)) return true;
     const double value = call.self.number();
-    return value - value == 0 && value == static_cast<double>(static_cast<long double>(value)) && std::floor(value) == value;
+    return value - value == 0 && value == static_cast<double>(static_cast<long double>(value)) &&
+           std::floor(value) == value;
   }
-  if (call.name == "conjugate") return call.self.is(Kind::kFloat) ? Value(call.self.number()) : Value(call.self.integer());
-  int bits = 0;   // bit_length
+  if (call.name == "conjugate")
+    return call.self.is(Kind::kFloat) ? Value(call.self.number()) : Value(call.self.integer());
+  int bits = 0;  // bit_length
   for (Integer rest = call.self.integer() < 0 ? -call.self.integer() : call.self.integer(); rest > 0; rest /= 2) ++bits;
   return bits;
 }
@@ -391,23 +397,59 @@ using Methods = std::unordered_map<std::string_view, Method>;
 
 const Methods& text_methods() {
   static const Methods all = {
-      {"capitalize", case_method}, {"casefold", case_method}, {"center", pad}, {"count", find_method}, {"encode", nullptr},
-      {"endswith", starts_or_ends}, {"expandtabs", expand_tabs}, {"find", find_method}, {"format", format_method},
-      {"format_map", format_map}, {"index", find_method}, {"isalnum", class_method}, {"isalpha", class_method},
-      {"isascii", class_method}, {"isdecimal", class_method}, {"isdigit", class_method}, {"isidentifier", class_method},
-      {"islower", class_method}, {"isnumeric", class_method}, {"isprintable", class_method}, {"isspace", class_method},
-      {"istitle", class_method}, {"isupper", class_method}, {"join", join}, {"ljust", pad}, {"lower", case_method},
-      {"lstrip", strip_method}, {"maketrans", nullptr}, {"partition", partition}, {"removeprefix", remove_affix},
-      {"removesuffix", remove_affix}, {"replace", replace}, {"rfind", find_method}, {"rindex", find_method},
-      {"rjust", pad}, {"rpartition", partition}, {"rsplit", split}, {"rstrip", strip_method}, {"split", split},
-      {"splitlines", split_lines}, {"startswith", starts_or_ends}, {"strip", strip_method}, {"swapcase", case_method},
-      {"title", case_method}, {"translate", nullptr}, {"upper", case_method}, {"zfill", pad},
+      {"capitalize", case_method},
+      {"casefold", case_method},
+      {"center", pad},
+      {"count", find_method},
+      {"encode", nullptr},
+      {"endswith", starts_or_ends},
+      {"expandtabs", expand_tabs},
+      {"find", find_method},
+      {"format", format_method},
+      {"format_map", format_map},
+      {"index", find_method},
+      {"isalnum", class_method},
+      {"isalpha", class_method},
+      {"isascii", class_method},
+      {"isdecimal", class_method},
+      {"isdigit", class_method},
+      {"isidentifier", class_method},
+      {"islower", class_method},
+      {"isnumeric", class_method},
+      {"isprintable", class_method},
+      {"isspace", class_method},
+      {"istitle", class_method},
+      {"isupper", class_method},
+      {"join", join},
+      {"ljust", pad},
+      {"lower", case_method},
+      {"lstrip", strip_method},
+      {"maketrans", nullptr},
+      {"partition", partition},
+      {"removeprefix", remove_affix},
+      {"removesuffix", remove_affix},
+      {"replace", replace},
+      {"rfind", find_method},
+      {"rindex", find_method},
+      {"rjust", pad},
+      {"rpartition", partition},
+      {"rsplit", split},
+      {"rstrip", strip_method},
+      {"split", split},
+      {"splitlines", split_lines},
+      {"startswith", starts_or_ends},
+      {"strip", strip_method},
+      {"swapcase", case_method},
+      {"title", case_method},
+      {"translate", nullptr},
+      {"upper", case_method},
+      {"zfill", pad},
   };
   return all;
 }
 const Methods& dict_methods() {
-  static const Methods all = {{"copy", copy}, {"fromkeys", nullptr}, {"get", dict_get}, {"items", dict_view},
-                              {"keys", dict_view}, {"values", dict_view}};
+  static const Methods all = {{"copy", copy},       {"fromkeys", nullptr}, {"get", dict_get},
+                              {"items", dict_view}, {"keys", dict_view},   {"values", dict_view}};
   return all;
 }
 const Methods& list_methods() {
@@ -419,15 +461,22 @@ const Methods& tuple_methods() {
   return all;
 }
 const Methods& number_methods() {
-  static const Methods all = {{"as_integer_ratio", nullptr}, {"bit_count", nullptr}, {"bit_length", number_method},
-                              {"conjugate", number_method}, {"from_bytes", nullptr}, {"fromhex", nullptr},
-                              {"hex", nullptr}, {"is_integer", number_method}, {"to_bytes", nullptr}};
+  static const Methods all = {{"as_integer_ratio", nullptr},
+                              {"bit_count", nullptr},
+                              {"bit_length", number_method},
+                              {"conjugate", number_method},
+                              {"from_bytes", nullptr},
+                              {"fromhex", nullptr},
+                              {"hex", nullptr},
+                              {"is_integer", number_method},
+                              {"to_bytes", nullptr}};
   return all;
 }
 
 bool changes_its_object(Kind kind, std::string_view name) {
   static constexpr std::string_view kOfDict[] = {"clear", "pop", "popitem", "setdefault", "update"};
-  static constexpr std::string_view kOfList[] = {"append", "clear", "pop", "reverse", "insert", "sort", "extend", "remove"};
+  static constexpr std::string_view kOfList[] = {"append", "clear", "pop",    "reverse",
+                                                 "insert", "sort",  "extend", "remove"};
   if (kind == Kind::kDict) return std::find(std::begin(kOfDict), std::end(kOfDict), name) != std::end(kOfDict);
   if (kind == Kind::kList) return std::find(std::begin(kOfList), std::end(kOfList), name) != std::end(kOfList);
   return false;
@@ -481,7 +530,7 @@ std::optional<Value> built_in_attribute(Machine& machine, const Value& value, st
     return Value::undefined(fmt::format("access to attribute '{}' of '{}' object is unsafe.", name, type_name(value)));
   const auto found = methods->find(name);
   if (found == methods->end()) return std::nullopt;
-  const std::string_view own_name = found->first;   // outlives the value
+  const std::string_view own_name = found->first;  // outlives the value
   const Method method = found->second;
   if (method == nullptr)
     throw template_error(fmt::format("the method {} of {} is not supported", quote(name), type_name(value)));
@@ -499,14 +548,16 @@ Value make_range(Machine& machine, Arguments& arguments) {
   const Parameters p("range", arguments, {"start", "stop", "step"}, 1);
   const auto number = [&](size_t index, int64_t otherwise) {
     const Integer given = p.integer(index, otherwise);
-    if (given > (Integer{1} << 60) || given < -(Integer{1} << 60)) throw template_error("range: the number is too large");
+    if (given > (Integer{1} << 60) || given < -(Integer{1} << 60))
+      throw template_error("range: the number is too large");
     return static_cast<int64_t>(given);
   };
   const bool one = !p.has(1);
   const int64_t start = one ? 0 : number(0, 0), stop = one ? number(0, 0) : number(1, 0), step = number(2, 1);
   if (step == 0) throw template_error("range() arg 3 must not be zero");
   auto range = std::make_shared<RangeObject>(&machine.budget(), start, stop, step);
-  if (range->length() > 100000) throw template_error("Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).");
+  if (range->length() > 100000)
+    throw template_error("Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).");
   return {Kind::kRange, std::move(range)};
 }
 
@@ -587,9 +638,8 @@ void add_globals(Budget& budget, std::map<std::string, Value>& variables) {
     variables.try_emplace(name, make_function(budget, name, std::move(body)));
   };
   add("range", make_range);
-  add("dict", [](Machine& machine, Arguments& arguments) {
-    return Value(Kind::kDict, collect(machine, "dict", arguments));
-  });
+  add("dict",
+      [](Machine& machine, Arguments& arguments) { return Value(Kind::kDict, collect(machine, "dict", arguments)); });
   add("namespace", make_namespace);
   add("cycler", [](Machine& machine, Arguments& arguments) {
     if (arguments.positional.empty()) throw template_error("at least one item has to be provided");

@@ -1,8 +1,8 @@
 // Jinja's grammar, by recursive descent, from the loosest binding to the tightest:
 //   x if c else y | or | and | not | comparisons, in | + - | ~ | * / // % | ** | unary - + | . [] () | filters, tests
-#include <algorithm>
-
 #include <fmt/format.h>
+
+#include <algorithm>
 
 #include "text/jinja_lexer.h"
 #include "text/jinja_syntax.h"
@@ -164,8 +164,8 @@ class Parser {
 
   std::optional<Comparison> take_comparison() {
     static constexpr std::pair<std::string_view, Comparison> kSigns[] = {
-        {"==", Comparison::kEqual},     {"!=", Comparison::kNotEqual}, {"<=", Comparison::kLessEqual},
-        {">=", Comparison::kGreaterEqual}, {"<", Comparison::kLess},   {">", Comparison::kGreater}};
+        {"==", Comparison::kEqual},        {"!=", Comparison::kNotEqual}, {"<=", Comparison::kLessEqual},
+        {">=", Comparison::kGreaterEqual}, {"<", Comparison::kLess},      {">", Comparison::kGreater}};
     for (const auto& [sign, comparison] : kSigns)
       if (take_op(sign)) return comparison;
     if (take_name("in")) return Comparison::kIn;
@@ -196,7 +196,8 @@ class Parser {
   ExpressionPtr arithmetic(std::initializer_list<std::pair<std::string_view, Operator>> operators, Inner inner) {
     ExpressionPtr left = inner();
     for (;;) {
-      const auto found = std::find_if(operators.begin(), operators.end(), [&](const auto& one) { return at_op(one.first); });
+      const auto found =
+          std::find_if(operators.begin(), operators.end(), [&](const auto& one) { return at_op(one.first); });
       if (found == operators.end()) return left;
       ExpressionPtr both = make(ExpressionKind::kCalculate, line());
       next();
@@ -219,7 +220,9 @@ class Parser {
     return result;
   }
   ExpressionPtr product() {
-    return arithmetic({{"*", Operator::kMultiply}, {"/", Operator::kDivide}, {"//", Operator::kFloorDivide},
+    return arithmetic({{"*", Operator::kMultiply},
+                       {"/", Operator::kDivide},
+                       {"//", Operator::kFloorDivide},
                        {"%", Operator::kModulo}},
                       [&] { return arithmetic({{"**", Operator::kPower}}, [&] { return unary(true); }); });
   }
@@ -303,9 +306,9 @@ class Parser {
   }
 
   struct TupleForm {
-    bool names_only = false;           // targets
+    bool names_only = false;  // targets
     bool with_conditional = true;
-    bool parenthesized = false;        // may be empty
+    bool parenthesized = false;  // may be empty
     bool namespace_targets = false;
     std::string_view end_word = {};
   };
@@ -382,7 +385,7 @@ class Parser {
       ExpressionPtr stop, step;
       if (!at_op(":") && !at_op("]") && !at_op(",")) stop = expression();
       if (take_op(":") && !at_op("]") && !at_op(",")) step = expression();
-      adopt(*slice, nullptr);   // the value, below
+      adopt(*slice, nullptr);  // the value, below
       adopt(*slice, std::move(start));
       adopt(*slice, std::move(stop));
       adopt(*slice, std::move(step));
@@ -471,7 +474,7 @@ class Parser {
 
   ExpressionPtr test(ExpressionPtr value) {
     const int at_line = line();
-    next();   // is
+    next();  // is
     const bool negated = take_name("not");
     ExpressionPtr result = make(ExpressionKind::kTest, at_line);
     adopt(*result, std::move(value));
@@ -517,8 +520,7 @@ class Parser {
 
   void check_target(const Expression& target) {
     switch (target.kind) {
-      case ExpressionKind::kName:
-        return;
+      case ExpressionKind::kName: return;
       case ExpressionKind::kNamespaceReference: return;
       case ExpressionKind::kTuple:
         for (const ExpressionPtr& part : target.parts) check_target(*part);
@@ -527,8 +529,7 @@ class Parser {
     }
   }
   ExpressionPtr assign_target(bool namespace_targets, std::string_view end_word = {}) {
-    ExpressionPtr target =
-        tuple({.names_only = true, .namespace_targets = namespace_targets, .end_word = end_word});
+    ExpressionPtr target = tuple({.names_only = true, .namespace_targets = namespace_targets, .end_word = end_word});
     check_target(*target);
     return target;
   }
@@ -557,7 +558,8 @@ class Parser {
       switch (current().kind) {
         case TokenKind::kEnd: {
           if (end_words.size() > 0)
-            throw syntax_error(line(), fmt::format("unexpected end of template, expected '{}'", *(end_words.end() - 1)));
+            throw syntax_error(line(),
+                               fmt::format("unexpected end of template, expected '{}'", *(end_words.end() - 1)));
           flush();
           return body;
         }
@@ -638,7 +640,7 @@ class Parser {
   std::unique_ptr<Statement> if_statement() {
     auto result = make_statement(StatementKind::kIf);
     for (;;) {
-      next();   // if, elif
+      next();  // if, elif
       ExpressionPtr condition = tuple({.with_conditional = false});
       Statements body = block({"elif", "else", "endif"});
       result->branches.emplace_back(std::move(condition), std::move(body));

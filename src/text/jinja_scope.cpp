@@ -7,11 +7,11 @@
 //   * loops, with, set and filter blocks open one; a variable that is set in them begins as the outer one of its name.
 //   * macros, callers, blocks and recursive loops are functions; all but blocks see the variables around them, as they
 //     are when the function runs.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <set>
-
-#include <fmt/format.h>
 
 #include "text/jinja_syntax.h"
 #include "weights/quote.h"
@@ -64,8 +64,8 @@ class Symbols {
     }
     for (const std::string& name : stored_there) {
       const Slot* outer = parent_ == nullptr ? nullptr : parent_->find(name);
-      define(name, outer != nullptr ? Load{.from = Load::From::kOuter, .outer = *outer}
-                                    : Load{.from = Load::From::kContext});
+      define(name,
+             outer != nullptr ? Load{.from = Load::From::kOuter, .outer = *outer} : Load{.from = Load::From::kContext});
     }
   }
 
@@ -87,7 +87,7 @@ class Symbols {
 
   Symbols* parent_;
   FunctionScope* function_;
-  std::shared_ptr<std::map<std::string, Slot>> slots_;   // shared with the copies for branches
+  std::shared_ptr<std::map<std::string, Slot>> slots_;  // shared with the copies for branches
   std::set<std::string> known_, stored_;
   std::map<std::string, Load> loads_;
 };
@@ -120,7 +120,7 @@ void see(Symbols& symbols, const Statement& statement) {
   switch (statement.kind) {
     case StatementKind::kIf: {
       see_loads(symbols, statement.branches[0].first.get());
-      std::vector<Symbols> branches(3, symbols);   // if, elif, else
+      std::vector<Symbols> branches(3, symbols);  // if, elif, else
       see(branches[0], statement.branches[0].second);
       for (size_t i = 1; i < statement.branches.size(); ++i) {
         const auto& [condition, body] = statement.branches[i];
@@ -195,7 +195,7 @@ class Mentions {
 
   std::string_view name_;
   bool found_ = false;
-  bool hidden_ = false;   // set before it was used
+  bool hidden_ = false;  // set before it was used
 };
 
 // --- the second pass: every name gets its slot, every scope its loads ---
@@ -206,7 +206,7 @@ struct Place {
   int loops = 0;             // around, within this function
   bool in_any_loop = false;  // around, anywhere
   bool top_level = false;
-  bool soft = false;         // within an `if`: filters may be unknown until they are needed
+  bool soft = false;  // within an `if`: filters may be unknown until they are needed
 };
 
 class Resolver {
@@ -315,7 +315,7 @@ class Resolver {
         visit(s.body, inner);
         break;
       }
-      case StatementKind::kBlock: {   // sees the context only
+      case StatementKind::kBlock: {  // sees the context only
         Symbols symbols(nullptr, &s.function);
         see(symbols, s.body);
         s.scope = symbols.scope();
@@ -325,7 +325,8 @@ class Resolver {
       case StatementKind::kBreak:
       case StatementKind::kContinue:
         if (place.loops == 0)
-          throw syntax_error(s.line, s.kind == StatementKind::kBreak ? "'break' outside loop" : "'continue' not properly in loop");
+          throw syntax_error(
+              s.line, s.kind == StatementKind::kBreak ? "'break' outside loop" : "'continue' not properly in loop");
         break;
     }
   }
@@ -341,7 +342,8 @@ class Resolver {
       s.function.level = place.function->level + 1;
       function = &s.function;
     }
-    Place inner{.symbols = nullptr, .function = function, .loops = s.recursive ? 1 : place.loops + 1, .in_any_loop = true};
+    Place inner{
+        .symbols = nullptr, .function = function, .loops = s.recursive ? 1 : place.loops + 1, .in_any_loop = true};
     check_store(*s.targets[0], inner);
 
     Symbols symbols(place.symbols, function);
@@ -387,8 +389,9 @@ class Resolver {
       for (const Parameter& parameter : s.parameters) {
         if (parameter.name != name) continue;
         if (std::string_view(name) == "caller" && parameter.otherwise == nullptr)
-          throw syntax_error(s.line, "When defining macros or call blocks the special \"caller\" argument must be "
-                                     "omitted or be given a default.");
+          throw syntax_error(s.line,
+                             "When defining macros or call blocks the special \"caller\" argument must be "
+                             "omitted or be given a default.");
         return;
       }
       symbols.declare_parameter(name);

@@ -16,7 +16,7 @@ inline constexpr size_t kMaxTemplateBytes = 1 << 20;
 
 // A variable's place: how many functions (macros, blocks, recursive loops) outwards, and which of its slots.
 struct Slot {
-  int function_level = -1;   // of the function that owns it; -1: not resolved
+  int function_level = -1;  // of the function that owns it; -1: not resolved
   int index = 0;
 };
 
@@ -24,29 +24,33 @@ struct Expression;
 using ExpressionPtr = std::unique_ptr<Expression>;
 
 enum class ExpressionKind : uint8_t {
-  kConstant,      // constant
-  kName,          // name, slot
-  kList, kTuple,  // parts
-  kDict,          // parts: key, value, key, value, ...
-  kAttribute,     // parts[0] . name
-  kItem,          // parts[0] [ parts[1] ]
-  kSlice,         // parts[0] [ parts[1] : parts[2] : parts[3] ], absent ones null
-  kCall,          // parts[0] ( arguments )
-  kFilter,        // parts[0] | name ( arguments ); parts[0] null: the text of the filter's block
-  kTest,          // parts[0] is name ( arguments )
-  kNot, kNegative, kPositive,
-  kAnd, kOr,
-  kCalculate,     // calculation of parts[0], parts[1]
-  kConcatenate,   // parts ~ ...
-  kCompare,       // parts[0] comparisons[0] parts[1] comparisons[1] ...
-  kConditional,   // parts[1] if parts[0] else parts[2] (null: undefined)
-  kNamespaceReference,   // name . attribute, as a target of set
+  kConstant,  // constant
+  kName,      // name, slot
+  kList,
+  kTuple,      // parts
+  kDict,       // parts: key, value, key, value, ...
+  kAttribute,  // parts[0] . name
+  kItem,       // parts[0] [ parts[1] ]
+  kSlice,      // parts[0] [ parts[1] : parts[2] : parts[3] ], absent ones null
+  kCall,       // parts[0] ( arguments )
+  kFilter,     // parts[0] | name ( arguments ); parts[0] null: the text of the filter's block
+  kTest,       // parts[0] is name ( arguments )
+  kNot,
+  kNegative,
+  kPositive,
+  kAnd,
+  kOr,
+  kCalculate,           // calculation of parts[0], parts[1]
+  kConcatenate,         // parts ~ ...
+  kCompare,             // parts[0] comparisons[0] parts[1] comparisons[1] ...
+  kConditional,         // parts[1] if parts[0] else parts[2] (null: undefined)
+  kNamespaceReference,  // name . attribute, as a target of set
 };
 
 enum class Comparison : uint8_t { kEqual, kNotEqual, kLess, kLessEqual, kGreater, kGreaterEqual, kIn, kNotIn };
 
 struct Argument {
-  enum class Kind { kPositional, kKeyword, kList, kDict } kind = Kind::kPositional;   // the last two: *a and **a
+  enum class Kind { kPositional, kKeyword, kList, kDict } kind = Kind::kPositional;  // the last two: *a and **a
   Text keyword;
   ExpressionPtr value;
 };
@@ -57,7 +61,7 @@ struct Expression {
   int depth = 1;
   Value constant;
   std::string name;
-  Text attribute;                        // name as text, for look-ups; a namespace's attribute
+  Text attribute;  // name as text, for look-ups; a namespace's attribute
   Slot slot;
   Operator calculation = Operator::kAdd;
   std::vector<Comparison> comparisons;
@@ -69,20 +73,21 @@ struct Statement;
 using Statements = std::vector<std::unique_ptr<Statement>>;
 
 enum class StatementKind : uint8_t {
-  kText,        // text
-  kOutput,      // expressions
-  kIf,          // branches: condition (null: else) and body
-  kFor,         // target in expressions[0] if condition, body, otherwise
-  kSet,         // target = expressions[0]
-  kSetBlock,    // target = body, through the filter expressions[0] if there is one
-  kMacro,       // name, parameters, body
-  kCallBlock,   // expressions[0] called with body as caller
-  kGeneration,  // body: what a model wrote; of no meaning here
-  kFilterBlock, // body through the filter expressions[0]
-  kWith,        // targets and expressions, body
-  kBlock,       // name, body
-  kBreak, kContinue,
-  kNeedsLoader, // include, import, extends: an error when it is reached
+  kText,         // text
+  kOutput,       // expressions
+  kIf,           // branches: condition (null: else) and body
+  kFor,          // target in expressions[0] if condition, body, otherwise
+  kSet,          // target = expressions[0]
+  kSetBlock,     // target = body, through the filter expressions[0] if there is one
+  kMacro,        // name, parameters, body
+  kCallBlock,    // expressions[0] called with body as caller
+  kGeneration,   // body: what a model wrote; of no meaning here
+  kFilterBlock,  // body through the filter expressions[0]
+  kWith,         // targets and expressions, body
+  kBlock,        // name, body
+  kBreak,
+  kContinue,
+  kNeedsLoader,  // include, import, extends: an error when it is reached
 };
 
 // How a variable begins when its scope is entered.
@@ -107,7 +112,7 @@ struct Parameter {
   std::string name;
   Text name_text;
   Slot slot;
-  ExpressionPtr otherwise;   // null: undefined
+  ExpressionPtr otherwise;  // null: undefined
 };
 
 struct Statement {
@@ -123,15 +128,15 @@ struct Statement {
   std::vector<std::pair<ExpressionPtr, Statements>> branches;
 
   // What the resolver fills in.
-  Scope scope, otherwise_scope, condition_scope;   // for-loops have three
-  std::vector<ExpressionPtr> condition_targets;    // a for-loop's target within condition_scope
+  Scope scope, otherwise_scope, condition_scope;  // for-loops have three
+  std::vector<ExpressionPtr> condition_targets;   // a for-loop's target within condition_scope
   FunctionScope function;
-  Slot slot;                       // a macro's own name
-  bool top_level = false;          // assignments are seen by blocks
+  Slot slot;               // a macro's own name
+  bool top_level = false;  // assignments are seen by blocks
   bool recursive = false;
-  Slot loop;                       // a for-loop's `loop`; level -1: nobody looks at it
+  Slot loop;  // a for-loop's `loop`; level -1: nobody looks at it
   std::vector<Parameter> parameters;
-  Slot caller, keywords, extra;    // special names that a macro's body uses; level -1: it does not
+  Slot caller, keywords, extra;  // special names that a macro's body uses; level -1: it does not
 };
 
 struct Syntax {

@@ -5,9 +5,9 @@
 //       name; tests/template_mutation_test.cpp has more, by chance.
 #include "text/jinja.h"
 
-#include <ctime>
-
 #include <fmt/format.h>
+
+#include <ctime>
 
 #include "text/test_support.h"
 
@@ -53,9 +53,8 @@ TEST(Jinja, RealTemplatesGiveJinja2sTextOrItsError) {
     for (const auto& [conversation, variables] : cases["conversations"].items()) {
       const Json& expected = cases["rendered"][name][conversation];
       std::string text;
-      const std::string error = error_of([&] {
-        text = joined(compiled.render(variables_of(variables), [&](const std::string&) { return date; }));
-      });
+      const std::string error = error_of(
+          [&] { text = joined(compiled.render(variables_of(variables), [&](const std::string&) { return date; })); });
       if (expected.is_object()) {
         EXPECT_NE(error, "") << name << ", " << conversation << ": jinja2 says " << expected["error"];
         EXPECT_EQ(error.find('\n'), std::string::npos);
@@ -201,25 +200,52 @@ TEST(Jinja, HostileTemplatesEndSoonWithOneLine) {
       "{% set n = namespace(l=[]) %}{% for i in range(100000) %}{% set n.l = n.l + ['" + std::string(1000, 'x') +
           "' ~ i] %}{% endfor %}",
       "{% set n = namespace() %}{% set n.n = [n] %}{{ n }}",
-      "{{ 'a' * 1000000000 }}", "{{ 'ab' * 10 ** 30 }}", "{{ [1] * 1000000000 }}", "{{ (1, 2) * 10 ** 30 }}",
-      "{{ '%1000000000d' % 1 }}", "{{ '%.1000000000f' % 1 }}", "{{ '%*d' % (10 ** 20, 1) }}", "{{ '%.999999999d' % 1 }}",
-      "{{ '{:1000000000}'.format('a') }}", "{{ '{:>99999999999999999999}'.format('a') }}",
-      "{{ '{:.1000000000f}'.format(1.0) }}", "{{ '{:0,1000000000}'.format(1) }}",
-      "{{ 'a'.center(1000000000) }}", "{{ 'a'.zfill(10 ** 20) }}", "{{ 'a\tb'.expandtabs(1000000000) }}",
-      "{{ ('a' * 100000).replace('', 'b' * 100000) }}", "{{ ('b' * 100000).join('a' * 100000) }}",
-      "{{ 'a'|indent(1000000000, true) }}", "{{ [1]|tojson(indent=1000000000) }}", "{{ [1]|batch(1000000000, 1)|list }}",
-      "{{ [1]|slice(1000000000)|list }}", "{{ range(10 ** 9)|list }}", "{{ 2 ** (10 ** 10) }}", "{{ 10 ** 50 }}",
+      "{{ 'a' * 1000000000 }}",
+      "{{ 'ab' * 10 ** 30 }}",
+      "{{ [1] * 1000000000 }}",
+      "{{ (1, 2) * 10 ** 30 }}",
+      "{{ '%1000000000d' % 1 }}",
+      "{{ '%.1000000000f' % 1 }}",
+      "{{ '%*d' % (10 ** 20, 1) }}",
+      "{{ '%.999999999d' % 1 }}",
+      "{{ '{:1000000000}'.format('a') }}",
+      "{{ '{:>99999999999999999999}'.format('a') }}",
+      "{{ '{:.1000000000f}'.format(1.0) }}",
+      "{{ '{:0,1000000000}'.format(1) }}",
+      "{{ 'a'.center(1000000000) }}",
+      "{{ 'a'.zfill(10 ** 20) }}",
+      "{{ 'a\tb'.expandtabs(1000000000) }}",
+      "{{ ('a' * 100000).replace('', 'b' * 100000) }}",
+      "{{ ('b' * 100000).join('a' * 100000) }}",
+      "{{ 'a'|indent(1000000000, true) }}",
+      "{{ [1]|tojson(indent=1000000000) }}",
+      "{{ [1]|batch(1000000000, 1)|list }}",
+      "{{ [1]|slice(1000000000)|list }}",
+      "{{ range(10 ** 9)|list }}",
+      "{{ 2 ** (10 ** 10) }}",
+      "{{ 10 ** 50 }}",
       "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
       "{% macro m(x) %}{{ m([x]) }}{% endmacro %}{{ m(1) }}",
-      "{% macro a() %}{{ caller() }}{% endmacro %}{% macro b() %}{% call a() %}{{ b() }}{% endcall %}{% endmacro %}{{ b() }}",
+      "{% macro a() %}{{ caller() }}{% endmacro %}{% macro b() %}{% call a() %}{{ b() }}{% endcall %}{% endmacro %}{{ "
+      "b() }}",
       "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
       "{{ " + repeated("(", 100000) + "1" + repeated(")", 100000) + " }}",
-      "{{ " + repeated("[", 100000) + repeated("]", 100000) + " }}", "{{ " + repeated("not ", 100000) + "1 }}",
-      "{{ " + repeated("-", 100000) + "1 }}", "{{ 1" + repeated("+1", 100000) + " }}", "{{ x" + repeated(".a", 100000) + " }}",
-      "{{ 1" + repeated("|abs", 100000) + " }}", "{{ 1" + repeated(" if 1 else 1", 50000) + " }}",
-      repeated("{% if 1 %}", 50000), repeated("{% for x in y %}", 50000), repeated("{% set x %}", 50000),
-      repeated("{{ x }}", 200000), std::string((1 << 20) + 1, 'x'), "{{ " + repeated("1", 100000) + " }}",
-      "{{ " + repeated("{", 100000), "{{ '" + std::string(500000, 'x'), "{{ x(" + repeated("1,", 100000) + ") }}",
+      "{{ " + repeated("[", 100000) + repeated("]", 100000) + " }}",
+      "{{ " + repeated("not ", 100000) + "1 }}",
+      "{{ " + repeated("-", 100000) + "1 }}",
+      "{{ 1" + repeated("+1", 100000) + " }}",
+      "{{ x" + repeated(".a", 100000) + " }}",
+      "{{ 1" + repeated("|abs", 100000) + " }}",
+      "{{ 1" + repeated(" if 1 else 1", 50000) + " }}",
+      repeated("{% if 1 %}", 50000),
+      repeated("{% for x in y %}", 50000),
+      repeated("{% set x %}", 50000),
+      repeated("{{ x }}", 200000),
+      std::string((1 << 20) + 1, 'x'),
+      "{{ " + repeated("1", 100000) + " }}",
+      "{{ " + repeated("{", 100000),
+      "{{ '" + std::string(500000, 'x'),
+      "{{ x(" + repeated("1,", 100000) + ") }}",
       "{% for i in range(100000) %}{{ range(100000)|sort(reverse=true)|list|length }}{% endfor %}",
       "{% for i in range(100000) %}{% set x = 'a' * 1000000 %}{% endfor %}",
       "{% for i in range(100000) %}{{ ('a' * 100000).find('b') }}{% endfor %}",
@@ -236,7 +262,7 @@ TEST(Jinja, HostileTemplatesEndSoonWithOneLine) {
     EXPECT_EQ(code, ErrorCode::kBadInput) << source.substr(0, 100);
     EXPECT_EQ(error.find('\n'), std::string::npos) << error;
     EXPECT_LT(error.size(), 600u);
-    EXPECT_LT(seconds, 30) << source.substr(0, 100);   // a few, but for sanitizers
+    EXPECT_LT(seconds, 30) << source.substr(0, 100);  // a few, but for sanitizers
   }
 }
 
@@ -244,18 +270,22 @@ TEST(Jinja, HostileTemplatesEndSoonWithOneLine) {
 TEST(Jinja, TheSandboxHasNoWayOut) {
   for (const char* source :
        {"{{ ''.__class__.__mro__ }}", "{{ [].append(1) }}", "{{ {}.update({}) }}", "{{ x.__init__.__globals__ }}",
-        "{{ (1).__class__() }}", "{{ range.__self__.x }}", "{{ '{0.__class__.__mro__}'.format(1) }}", "{{ namespace.__init__() }}",
-        "{% set n = namespace() %}{% set n.__class__ = 1 %}", "{{ cycler.__init__.__globals__.os }}", "{{ self.__init__() }}"})
+        "{{ (1).__class__() }}", "{{ range.__self__.x }}", "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ namespace.__init__() }}", "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ cycler.__init__.__globals__.os }}", "{{ self.__init__() }}"})
     EXPECT_NE(error_of([&] { render(source); }), "") << source;
   EXPECT_EQ(render("{{ ''.__class__ }}{{ [].append }}{{ x }}{{ os }}{{ open }}"), "");
 }
 
 TEST(Jinja, OneTemplateServesManyRenderings) {
-  const JinjaTemplate compiled("{% set n = namespace(i=0) %}{% for x in l %}{% set n.i = n.i + x %}{% endfor %}{{ n.i }}");
-  for (int i = 0; i < 3; ++i) EXPECT_EQ(joined(compiled.render(variables_of({{"l", {1, 2, i}}}))), std::to_string(3 + i));
+  const JinjaTemplate compiled(
+      "{% set n = namespace(i=0) %}{% for x in l %}{% set n.i = n.i + x %}{% endfor %}{{ n.i }}");
+  for (int i = 0; i < 3; ++i)
+    EXPECT_EQ(joined(compiled.render(variables_of({{"l", {1, 2, i}}}))), std::to_string(3 + i));
   EXPECT_TRUE(compiled.reads("l"));
   EXPECT_FALSE(compiled.reads("n"));
-  EXPECT_TRUE(JinjaTemplate("{% macro m() %}{% for x in y %}{% if z %}{% endif %}{% endfor %}{% endmacro %}").reads("z"));
+  EXPECT_TRUE(
+      JinjaTemplate("{% macro m() %}{% for x in y %}{% if z %}{% endif %}{% endfor %}{% endmacro %}").reads("z"));
 }
 
 }  // namespace

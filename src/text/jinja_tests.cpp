@@ -1,8 +1,8 @@
 // Jinja's tests: what may follow `is`.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <unordered_map>
-
-#include <fmt/format.h>
 
 #include "text/jinja_machine.h"
 #include "weights/quote.h"
@@ -66,7 +66,7 @@ bool case_test(const Call& call) {
   return any;
 }
 
-bool named(const Call& call) {   // filter, test
+bool named(const Call& call) {  // filter, test
   call.no_parameters();
   if (!call.value.is_text()) return false;
   return call.name == "filter" ? is_filter(to_utf8(call.value.text())) : is_test(to_utf8(call.value.text()));
@@ -86,23 +86,45 @@ using Test = bool (*)(const Call&);
 
 const std::unordered_map<std::string_view, Test>& tests() {
   static const std::unordered_map<std::string_view, Test> all = {
-      {"odd", parity}, {"even", parity}, {"divisibleby", divisible},
-      {"defined", plain<is_defined>}, {"undefined", plain<is_kind<Kind::kUndefined>>},
-      {"filter", named}, {"test", named},
-      {"none", plain<is_kind<Kind::kNone>>}, {"boolean", plain<is_kind<Kind::kBoolean>>},
-      {"false", plain<is_false_itself>}, {"true", plain<is_true_itself>},
-      {"integer", plain<is_kind<Kind::kInteger>>}, {"float", plain<is_kind<Kind::kFloat>>},
-      {"lower", case_test}, {"upper", case_test},
-      {"string", plain<is_kind<Kind::kText>>}, {"mapping", plain<is_kind<Kind::kDict>>},
+      {"odd", parity},
+      {"even", parity},
+      {"divisibleby", divisible},
+      {"defined", plain<is_defined>},
+      {"undefined", plain<is_kind<Kind::kUndefined>>},
+      {"filter", named},
+      {"test", named},
+      {"none", plain<is_kind<Kind::kNone>>},
+      {"boolean", plain<is_kind<Kind::kBoolean>>},
+      {"false", plain<is_false_itself>},
+      {"true", plain<is_true_itself>},
+      {"integer", plain<is_kind<Kind::kInteger>>},
+      {"float", plain<is_kind<Kind::kFloat>>},
+      {"lower", case_test},
+      {"upper", case_test},
+      {"string", plain<is_kind<Kind::kText>>},
+      {"mapping", plain<is_kind<Kind::kDict>>},
       {"number", plain<is_kind<Kind::kInteger, Kind::kFloat, Kind::kBoolean>>},
-      {"sequence", plain<is_sequence>}, {"iterable", plain<is_iterable>},
+      {"sequence", plain<is_sequence>},
+      {"iterable", plain<is_iterable>},
       {"callable", plain<is_kind<Kind::kFunction, Kind::kLoop, Kind::kUndefined>>},
-      {"sameas", same_as}, {"escaped", plain<is_escaped>}, {"in", in},
-      {"==", is_equal}, {"eq", is_equal}, {"equalto", is_equal},
-      {"!=", not_equal}, {"ne", not_equal},
-      {">", greater_than}, {"gt", greater_than}, {"greaterthan", greater_than},
-      {"<", less_than}, {"lt", less_than}, {"lessthan", less_than},
-      {">=", at_least}, {"ge", at_least}, {"<=", at_most}, {"le", at_most},
+      {"sameas", same_as},
+      {"escaped", plain<is_escaped>},
+      {"in", in},
+      {"==", is_equal},
+      {"eq", is_equal},
+      {"equalto", is_equal},
+      {"!=", not_equal},
+      {"ne", not_equal},
+      {">", greater_than},
+      {"gt", greater_than},
+      {"greaterthan", greater_than},
+      {"<", less_than},
+      {"lt", less_than},
+      {"lessthan", less_than},
+      {">=", at_least},
+      {"ge", at_least},
+      {"<=", at_most},
+      {"le", at_most},
   };
   return all;
 }

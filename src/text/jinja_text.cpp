@@ -1,9 +1,10 @@
 #include "text/jinja_text.h"
 
+#include <locale.h>
+
 #include <array>
 #include <clocale>
 #include <cwctype>
-#include <locale.h>
 #include <memory>
 
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -60,7 +61,7 @@ Character with_origin(uint32_t code, Character of) { return code | (of & kForeig
 Character simple_upper(Character c) {
   const uint32_t code = code_point(c);
   if (code < 0x80) return in_range(code, 'a', 'z') ? with_origin(code - 32, c) : c;
-  if (in_range(code, 0x10D0, 0x10FF)) {   // Georgian: the C library may know only the older letters
+  if (in_range(code, 0x10D0, 0x10FF)) {  // Georgian: the C library may know only the older letters
     if (code == 0x10FB || code == 0x10FC) return c;
     return with_origin(code - 0x10D0 + 0x1C90, c);
   }
@@ -95,7 +96,8 @@ std::u32string_view several_upper(uint32_t code) {
     case 0xFB02: return U"FL";
     case 0xFB03: return U"FFI";
     case 0xFB04: return U"FFL";
-    case 0xFB05: case 0xFB06: return U"ST";
+    case 0xFB05:
+    case 0xFB06: return U"ST";
     default: return {};
   }
 }
@@ -119,7 +121,8 @@ bool is_cased(Character c) { return is_upper(c) || is_lower(c); }
 
 // Marks and signs that a Greek sigma looks through when it decides whether it ends a word.
 bool is_case_ignorable(Character c) {
-  static const CharacterClass ignorable("[\\p{Mn}\\p{Me}\\p{Cf}\\p{Lm}\\p{Sk}'.:^`\\x{B7}\\x{2018}\\x{2019}\\x{2024}\\x{2027}]");
+  static const CharacterClass ignorable(
+      "[\\p{Mn}\\p{Me}\\p{Cf}\\p{Lm}\\p{Sk}'.:^`\\x{B7}\\x{2018}\\x{2019}\\x{2024}\\x{2027}]");
   return ignorable.has(c);
 }
 
@@ -129,7 +132,7 @@ void append_lower(Text& out, TextView text, size_t index) {
   if (code == 0x130) {
     out += with_origin('i', c);
     out += with_origin(0x307, c);
-  } else if (code == 0x3A3) {   // a sigma at the end of a word
+  } else if (code == 0x3A3) {  // a sigma at the end of a word
     size_t before = index, after = index + 1;
     while (before > 0 && is_case_ignorable(text[before - 1])) --before;
     while (after < text.size() && is_case_ignorable(text[after])) ++after;

@@ -42,12 +42,12 @@ std::string to_utf8(TextView text);
 // The characters' classes and cases as Python's str knows them.
 bool is_space(Character c);
 bool is_letter(Character c);
-bool is_digit(Character c);          // str.isdigit: also superscripts
+bool is_digit(Character c);  // str.isdigit: also superscripts
 bool is_decimal(Character c);
-bool is_number(Character c);         // str.isnumeric: also fractions
+bool is_number(Character c);  // str.isnumeric: also fractions
 bool is_upper(Character c);
 bool is_lower(Character c);
-bool is_printable(Character c);      // shown as itself by repr()
+bool is_printable(Character c);  // shown as itself by repr()
 Text upper(TextView text);
 Text lower(TextView text);
 Text title(TextView text);

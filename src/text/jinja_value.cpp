@@ -1,10 +1,10 @@
 #include "text/jinja_value.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-
-#include <fmt/format.h>
 
 #include "text/jinja_format.h"
 #include "text/python_text.h"
@@ -14,9 +14,9 @@ namespace beryl::jinja {
 
 namespace {
 
-constexpr size_t kEntryBytes = 2 * sizeof(Value) + 4 * sizeof(size_t);   // and its place in the hash table
-constexpr uint64_t kItemWork = 32;   // to copy a value, beside a character's 1
-constexpr size_t kSmallDict = 8;   // so few keys are searched in order
+constexpr size_t kEntryBytes = 2 * sizeof(Value) + 4 * sizeof(size_t);  // and its place in the hash table
+constexpr uint64_t kItemWork = 32;                                      // to copy a value, beside a character's 1
+constexpr size_t kSmallDict = 8;                                        // so few keys are searched in order
 
 Error unhashable(const Value& key) { return template_error(fmt::format("unhashable type: '{}'", type_name(key))); }
 
@@ -35,7 +35,8 @@ size_t hash_of(const Value& key, Budget& budget) {
     case Kind::kInteger: return std::hash<int64_t>()(static_cast<int64_t>(key.integer()));
     case Kind::kFloat: {
       const double value = key.number();
-      if (std::floor(value) == value && std::abs(value) < 9e18) return std::hash<int64_t>()(static_cast<int64_t>(value));
+      if (std::floor(value) == value && std::abs(value) < 9e18)
+        return std::hash<int64_t>()(static_cast<int64_t>(value));
       return std::hash<double>()(value);
     }
     case Kind::kNone: return 1;
@@ -56,10 +57,11 @@ size_t hash_of(const Value& key, Budget& budget) {
 int compare_numbers(const Value& a, const Value& b) {
   if (!a.is(Kind::kFloat) && !b.is(Kind::kFloat)) return a.integer() < b.integer() ? -1 : a.integer() > b.integer();
   const auto wide = [](const Value& value) {
-    return value.is(Kind::kFloat) ? static_cast<long double>(value.number()) : static_cast<long double>(value.integer());
+    return value.is(Kind::kFloat) ? static_cast<long double>(value.number())
+                                  : static_cast<long double>(value.integer());
   };
   const long double x = wide(a), y = wide(b);
-  return x < y ? -1 : x > y ? 1 : x == y ? 0 : 2;   // 2: not a number
+  return x < y ? -1 : x > y ? 1 : x == y ? 0 : 2;  // 2: not a number
 }
 
 void append_structure(Text& out, std::string_view ascii, Budget& budget) {
@@ -183,7 +185,8 @@ struct SliceBounds {
 SliceBounds slice_bounds(const Value& start, const Value& stop, const Value& step, int64_t size) {
   const auto number = [](const Value& value, int64_t otherwise) -> int64_t {
     if (value.is(Kind::kNone)) return otherwise;
-    if (!value.is_integral()) throw template_error("slice indices must be integers or None or have an __index__ method");
+    if (!value.is_integral())
+      throw template_error("slice indices must be integers or None or have an __index__ method");
     constexpr Integer kFar = Integer{1} << 60;
     return static_cast<int64_t>(std::clamp(value.integer(), -kFar, kFar));
   };
@@ -224,7 +227,8 @@ void Object::take(size_t bytes) {
 void Object::nest(const Value& inner) {
   if (inner.object() == nullptr) return;
   depth_ = std::max(depth_, inner.object()->depth() + 1);
-  if (depth_ > kMaxValueDepth) throw template_error(fmt::format("values are nested deeper than {} levels", kMaxValueDepth));
+  if (depth_ > kMaxValueDepth)
+    throw template_error(fmt::format("values are nested deeper than {} levels", kMaxValueDepth));
 }
 
 void Object::nest(const Values& inner) {
@@ -558,9 +562,7 @@ std::string integer_text(Integer value) {
 Text printed(const Value& value, Budget& budget) {
   switch (value.kind()) {
     case Kind::kUndefined: return {};
-    case Kind::kText:
-      budget.charge(value.text().size());
-      return value.text();
+    case Kind::kText: budget.charge(value.text().size()); return value.text();
     case Kind::kNone: return to_text("None");
     case Kind::kBoolean: return to_text(value.boolean() ? "True" : "False");
     case Kind::kInteger: return to_text(integer_text(value.integer()));
@@ -654,7 +656,7 @@ Value negate(const Value& value) {
   require_defined(value);
   if (value.is(Kind::kFloat)) return -value.number();
   if (!value.is_integral()) throw template_error(fmt::format("bad operand type for unary -: '{}'", type_name(value)));
-  return -value.integer();   // the smallest Integer does not arise: results beyond 2^126 are refused
+  return -value.integer();  // the smallest Integer does not arise: results beyond 2^126 are refused
 }
 
 namespace {
@@ -725,7 +727,8 @@ Value calculate_floats(Operator op, double a, double b) {
       if (a < 0 && std::floor(b) != b && std::isfinite(a) && std::isfinite(b))
         throw template_error("complex numbers are not supported");
       const double result = std::pow(a, b);
-      if (std::isinf(result) && std::isfinite(a) && std::isfinite(b)) throw template_error("numerical result out of range");
+      if (std::isinf(result) && std::isfinite(a) && std::isfinite(b))
+        throw template_error("numerical result out of range");
       return result;
     }
     case Operator::kDivide:
@@ -757,7 +760,7 @@ Value repeat(const Value& value, Integer times, Budget& budget) {
     for (Integer i = 0; i < times && size > 0; ++i) text += value.text();
     return make_text(budget, std::move(text), value.is_markup());
   }
-  budget.take(total * sizeof(Value));   // before they are made
+  budget.take(total * sizeof(Value));  // before they are made
   budget.give_back(total * sizeof(Value));
   budget.charge(total * kItemWork);
   Values items;
@@ -809,8 +812,8 @@ Value calculate(Operator op, const Value& left, const Value& right, Budget& budg
     return repeat(left, right.integer(), budget);
   if (op == Operator::kMultiply && (right.is_text() || right.is_sequence()) && left.is_integral())
     return repeat(right, left.integer(), budget);
-  throw template_error(fmt::format("unsupported operand type(s) for {}: '{}' and '{}'", symbol(op), type_name(left),
-                                   type_name(right)));
+  throw template_error(
+      fmt::format("unsupported operand type(s) for {}: '{}' and '{}'", symbol(op), type_name(left), type_name(right)));
 }
 
 std::vector<size_t> sorted_order(const std::vector<Values>& keys, bool reverse, Budget& budget) {
@@ -828,8 +831,9 @@ std::vector<size_t> sorted_order(const std::vector<Values>& keys, bool reverse, 
       const size_t middle = std::min(begin + width, order.size()), end = std::min(begin + 2 * width, order.size());
       size_t left = begin, right = middle;
       for (size_t out = begin; out < end; ++out) {
-        const bool take_right = left == middle || (right < end && (reverse ? before(order[left], order[right])
-                                                                           : before(order[right], order[left])));
+        const bool take_right =
+            left == middle ||
+            (right < end && (reverse ? before(order[left], order[right]) : before(order[right], order[left])));
         merged[out] = take_right ? order[right++] : order[left++];
       }
     }

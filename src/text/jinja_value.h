@@ -18,7 +18,7 @@
 
 namespace beryl::jinja {
 
-using Integer = __int128;   // Python's have no end; arithmetic beyond this is an error
+using Integer = __int128;  // Python's have no end; arithmetic beyond this is an error
 
 // What a rendering may still spend. Every loop over data charges it, so no template runs for ever or takes all memory.
 class Budget {
@@ -59,8 +59,21 @@ inline constexpr int kMaxValueDepth = 200;
 Error template_error(std::string_view what);
 
 enum class Kind : uint8_t {
-  kUndefined, kNone, kBoolean, kInteger, kFloat, kText, kList, kTuple, kDict, kView, kRange, kIterator, kNamespace,
-  kFunction, kLoop
+  kUndefined,
+  kNone,
+  kBoolean,
+  kInteger,
+  kFloat,
+  kText,
+  kList,
+  kTuple,
+  kDict,
+  kView,
+  kRange,
+  kIterator,
+  kNamespace,
+  kFunction,
+  kLoop
 };
 
 class Value;
@@ -86,7 +99,7 @@ class Object {
   void nest(const Values& inner);
 
  private:
-  Budget* budget_;    // null: constants of a template, which outlive renderings
+  Budget* budget_;  // null: constants of a template, which outlive renderings
   size_t bytes_ = 0;
   int depth_ = 1;
 };
@@ -98,14 +111,14 @@ struct DictObject;
 
 class Value {
  public:
-  Value() = default;   // undefined, without a name
+  Value() = default;  // undefined, without a name
   Value(bool value) : kind_(Kind::kBoolean), integer_(value) {}
   Value(Integer value) : kind_(Kind::kInteger), integer_(value) {}
   Value(int value) : Value(static_cast<Integer>(value)) {}
   Value(int64_t value) : Value(static_cast<Integer>(value)) {}
   Value(uint64_t value) : Value(static_cast<Integer>(value)) {}
   Value(double value) : kind_(Kind::kFloat), float_(value) {}
-  Value(const void*) = delete;   // else a string literal would be a boolean
+  Value(const void*) = delete;  // else a string literal would be a boolean
   Value(Kind kind, std::shared_ptr<Object> object) : kind_(kind), object_(std::move(object)) {}
 
   static Value none() {
@@ -134,11 +147,13 @@ class Value {
   Integer integer() const { return integer_; }
   double number() const { return kind_ == Kind::kFloat ? float_ : static_cast<double>(integer_); }
   const Text& text() const;
-  const Values& items() const;     // lists and tuples
+  const Values& items() const;  // lists and tuples
   const DictObject& dict() const;
   const std::shared_ptr<Object>& object() const { return object_; }
   template <class T>
-  T& as() const { return static_cast<T&>(*object_); }
+  T& as() const {
+    return static_cast<T&>(*object_);
+  }
 
  private:
   Kind kind_ = Kind::kUndefined;
@@ -168,7 +183,7 @@ struct SequenceObject : Object {
     nest(items);
   }
   Values items;
-  bool grouped = false;   // groupby's pairs also have the attributes grouper and list
+  bool grouped = false;  // groupby's pairs also have the attributes grouper and list
 };
 
 // In order of insertion. A value set again keeps its place and its first key.
@@ -182,10 +197,10 @@ struct DictObject : Object {
 
  private:
   const size_t* find_index(const Value& key, size_t hash, Budget& budget) const;
-  std::unordered_multimap<size_t, size_t> places_;   // hash to entry
+  std::unordered_multimap<size_t, size_t> places_;  // hash to entry
 };
 
-struct ViewObject : Object {   // dict.keys(), .values(), .items()
+struct ViewObject : Object {  // dict.keys(), .values(), .items()
   enum class Part { kKeys, kValues, kItems };
   ViewObject(Budget* budget, Value of, Part which) : Object(budget), dict(std::move(of)), part(which) {
     take(sizeof(ViewObject));
@@ -254,12 +269,12 @@ Value make_text(Budget& budget, std::string_view utf8);
 Value make_list(Budget& budget, Values items);
 Value make_tuple(Budget& budget, Values items);
 Value make_iterator(Budget& budget, Values items, std::string_view type = "generator");
-Value constant_text(Text text);                       // not counted
-Value constant_sequence(Kind kind, Values items);     // not counted
+Value constant_text(Text text);                    // not counted
+Value constant_sequence(Kind kind, Values items);  // not counted
 
 bool is_true(const Value& value);
 bool equal(const Value& a, const Value& b, Budget& budget);
-bool same(const Value& a, const Value& b);            // Python's `is`, as far as it can be told
+bool same(const Value& a, const Value& b);  // Python's `is`, as far as it can be told
 // a < b; throws for what has no order.
 bool less(const Value& a, const Value& b, Budget& budget);
 // Indices of what the keys belong to, sorted by them; equals keep their order, in reverse too.
@@ -270,12 +285,12 @@ std::optional<Integer> length(const Value& value);
 bool is_iterable(const Value& value);
 // All items; a generator is emptied. Throws when it is not iterable.
 Values iterate(const Value& value, Budget& budget);
-std::string_view type_name(const Value& value);       // Python's, for messages
+std::string_view type_name(const Value& value);  // Python's, for messages
 
 // str() and repr(). Structure that they write around foreign text is itself foreign: no control token arises from it.
 Text printed(const Value& value, Budget& budget);
 Text representation(const Value& value, Budget& budget);
-void append(Text& out, TextView text, Budget& budget);   // within the limits
+void append(Text& out, TextView text, Budget& budget);  // within the limits
 std::string integer_text(Integer value);
 
 // "'x' is undefined": throws when the value is undefined and something is wanted of it.
