@@ -229,7 +229,8 @@ TEST(ChatWriter, VariablesThinkingAndErrors) {
   EXPECT_TRUE(writer->can_think());
   EXPECT_FALSE(make_template_writer("x", "{{ messages[0].content }}", *tokenizer)->can_think());
   const Json messages = Json::parse(
-      R"([{"role":"user","content":"x"},{"role":"assistant","content":null,"reasoning":"r"},{"role":"user","content":"y"}])");
+      R"([{"role":"user","content":"x"},{"role":"assistant","content":null,"reasoning":"r"},
+          {"role":"user","content":"y"}])");
   ChatOptions options;
   options.template_variables = {{"effort", "<think>"}};
   ChatPrompt prompt = writer->write(messages, options);
