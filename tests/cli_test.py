@@ -115,6 +115,7 @@ class WrongUseTest(CliTest):
             (["run", model, "--raw"], "prompt is empty"),
             (["run", model, "-p", "x", "--raw", "--system", "y"], "--system"),
             (["run", model, "-p", "x", "--raw", "--think"], "--think"),
+            (["run", model, "-p", "x", "--raw", "--chat-template", "y"], "--chat-template"),
             (["run", model, "-p", "x", "--special"], "--special"),
             (["inspect"], "MODEL"),
             (["inspect", model, "--plan", "--ctx", "0"], "--ctx", "'0'"),
@@ -736,6 +737,23 @@ class RunTest(SpeakingCase):
         self.assertEqual(len(warnings), 1)
         self.assertRegex(warnings[0], r"100\b.*\b64\b")
         self.assert_fails(beryl("run", model, "--raw", "-p", "x" * 65), 1, " 65 ", " 64")
+
+    def test_a_chat_template_of_the_users_writes_the_prompt(self):
+        def prompt_tokens(*options):
+            result = self.succeed("run", self.model, "-p", "seven77", "-n", "1", *options)
+            return int(re.search(r"prompt (\d+) tokens", result.stderr.decode())[1])
+
+        template = self.folder / "mine.jinja"
+        template.write_text("{{ messages[0].content }}<|im_start|>")
+        whole = prompt_tokens()
+        self.assertEqual(prompt_tokens("--chat-template", "built-in"), whole)
+        self.assertLess(prompt_tokens("--chat-template", template), whole)
+        template.write_text("\n{% for %}")
+        self.assert_fails(beryl("run", self.model, "-p", "x", "--chat-template", template), 1, "mine.jinja: line 2: ")
+        template.write_text("{{ raise_exception('not today') }}")
+        self.assert_fails(beryl("run", self.model, "-p", "x", "--chat-template", template), 1, "not today")
+        self.assert_fails(beryl("run", self.model, "-p", "x", "--chat-template", self.folder / "no-such-file"), 1,
+                          "no-such-file")
 
     def test_thinking_is_offered_only_by_models_that_think(self):
         result = self.succeed("run", self.model, "-p", "x", "-n", "5", "--think")
