@@ -4,6 +4,7 @@
 //                            from the data; dead positions hold NaN. A row has the same bits when only the second half of
 //                            the rows is given. Nothing else is written.
 //   attention_bench speed    layers of Gemma 4 12B by chunk and depth, in TFLOP/s of live pairs of a row and a key
+//   attention_bench once     one launch of each, for a profiler: 2,048 rows at 8,192
 //   ... 512 256              behind the mode: only these head sizes
 //
 // Times are medians of graph replays.
@@ -300,6 +301,14 @@ int main(int argc, char** argv) {
         for (const int n : {512, 1024, 2048, 4096})
           for (const int depth : {0, 2048, 8192, 30720})
             if (shape.window == 0 || depth <= 2048) speed(context, shape, depth, n, n == 512 && depth <= 2048);
+    }
+    if (mode == "once") {
+      for (const Shape& shape : {kSliding, kGlobal}) {
+        if (!wants(shape.head_dim)) continue;
+        const Problem problem(shape, {{8192, 2048}}, 5, false);
+        for (const bool late : {true, false}) launch_prefill_attention(context, problem.args(), {late});
+        check(cudaStreamSynchronize(context.stream), "attention");
+      }
     }
     return all_good ? 0 : 1;
   } catch (const Error& error) {

@@ -50,7 +50,7 @@ bool takes_prefill_attention(const AttentionArgs& args) {
 void launch_prefill_attention(const LaunchContext& context, const AttentionArgs& args, PrefillAttentionTuning tuning) {
   BERYL_CHECK(takes_prefill_attention(args) && args.first_token == 0, "attention that this kernel takes");
   const CacheView& cache = args.cache;
-  const PrefillAttentionKernel kernel = cache.head_dim == 512 ? wide_attention() : narrow_attention(cache.head_dim);
+  const PrefillAttentionKernel kernel = cache.head_dim == 512 ? wide_attention(tuning.hands_over_late ? 2 : 1) : narrow_attention(cache.head_dim);
   PrefillAttentionArgs attention = {};
   attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.box_rows);
   attention.values = map_of(cache.values, args.cache_rows, cache.head_dim, kernel.box_rows);

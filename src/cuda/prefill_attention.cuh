@@ -58,13 +58,14 @@ struct NarrowAttentionShape {
   static constexpr int kBoxRows = 64;
 };
 
-struct WideAttentionShape {
+template <int kVariant>
+struct WideAttentionShapeOf {
   static constexpr int kDim = 512, kCluster = 2;
   static constexpr int kThreads = 3 * 128;
   static constexpr int kSlabs = kDim / kSlabColumns;
-  static constexpr int kHeldSlabs = 6;           // of q in registers, the others in shared memory
+  static constexpr int kHeldSlabs = kVariant == 2 ? 4 : 6;  // of q in registers, the others in shared memory
   static constexpr int kSlabBytes = kAttendedKeys * kSlabRowBytes;
-  static constexpr int kKeySlots = 12;           // of a slab of keys
+  static constexpr int kKeySlots = kVariant == 2 ? 10 : 12; // of a slab of keys
   static constexpr int kValueKeys = 32, kValueSlots = 3;  // keys whose values are a slot
   static constexpr int kValueSlabBytes = kValueKeys * kSlabRowBytes, kValueBytes = kSlabs * kValueSlabBytes;
   static constexpr int kWeightSlots = 2;
@@ -76,7 +77,7 @@ struct WideAttentionShape {
   static constexpr int kBoxRows = 32;
 };
 static_assert(NarrowAttentionShape<256>::kSharedBytes <= kPrefillSharedBytes);
-static_assert(WideAttentionShape::kSharedBytes <= kPrefillSharedBytes);
+static_assert(WideAttentionShapeOf<2>::kSharedBytes <= kPrefillSharedBytes);
 
 #if BERYL_WGMMA
 
@@ -216,9 +217,11 @@ struct LaneSoftmax {
   float reference[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};  // this lane's columns
 
-  // Scores of a tile to weights. factor: of all sums so far, 1 unless a row's reference is raised.
+  // Scores of a tile to weights. factor: of all sums so far, 1 unless a row's reference is raised. between(i), i = 0, 1: what
+  // can be done on the way.
+  template <class Between>
   __device__ __forceinline__ void weigh(float (&scores)[8][4], const PrefillAttentionArgs& a, const LaneRows& rows, int unit,
-                                        float (&factor)[2]) {
+                                        float (&factor)[2], Between&& between) {
     constexpr float kLog2E = 1.4426950408889634f;
     float to_exponent = a.scale * kLog2E;
     if (a.softcap > 0.0f) {
@@ -257,6 +260,7 @@ struct LaneSoftmax {
           added += scores[n][i];
         }
       sum[h] = __fmaf_rn(sum[h], factor[h], added);
+      between(h);
     }
   }
 };
@@ -437,7 +441,7 @@ class NarrowAttention {
       hold(scores);
       warp_arrive(keys_empty + key_slot.index);
       key_slot.next();
-      softmax.weigh(scores, a, rows, segment.unit_begin, factor);
+      softmax.weigh(scores, a, rows, segment.unit_begin, factor, [](int) {});
       pack();
       int add = 0;
 #pragma unroll 1
@@ -452,7 +456,7 @@ class NarrowAttention {
         hold(scores);
         warp_arrive(keys_empty + key_slot.index);
         key_slot.next();
-        softmax.weigh(scores, a, rows, unit, factor);
+        softmax.weigh(scores, a, rows, unit, factor, [](int) {});
         products_wait<0>();
         hold(weights);
         hold(sums);
@@ -487,9 +491,10 @@ class NarrowAttention {
   int heads, kv_head, first_row;
 };
 
+template <int kVariant>
 class WideAttention {
  public:
-  using Shape = WideAttentionShape;
+  using Shape = WideAttentionShapeOf<kVariant>;
   static constexpr int kDim = Shape::kDim, kCluster = Shape::kCluster;
   static constexpr int kKeySlots = Shape::kKeySlots, kValueSlots = Shape::kValueSlots, kWeightSlots = Shape::kWeightSlots;
   static constexpr int kParts = kAttendedKeys / Shape::kValueKeys;  // slots of values of a tile
@@ -623,43 +628,46 @@ class WideAttention {
     RingPlace<kWeightSlots> slot = {0, 1};
     // Where this lane's weights stand: its row's piece n, exchanged by the row.
     const int own_at = lane_row() * kSlabRowBytes + lane % 4 * 4;
-    float scores[8][4];
+    float scores[8][4], next[8][4];
+    int oldest = 0;  // slot of the slab that was used first
+    const auto release_keys = [&](int n) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        release(keys_empty + oldest);
+        if (++oldest == kKeySlots) oldest = 0;
+      }
+    };
+    // Starts the scores of the next tile, a group of products a slab.
+    const auto start = [&](float (&to)[8][4]) {
+#pragma unroll
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        barrier_wait(keys_full + key_slot.index, key_slot.parity);
+        const uint64_t key = slab_descriptor(shared_address(keys_of(key_slot.index)));
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (slab < kHeld)
+            multiply_attention<0>(to, query[slab < kHeld ? slab * 4 + i : 0], key + i * kStepPieces, slab * 4 + i);
+          else
+            multiply_attention<0>(to, others + (slab - kHeld) * (Shape::kSlabBytes / 16) + i * kStepPieces,
+                                  key + i * kStepPieces, 1);
+        }
+        products_commit();
+        key_slot.next();
+        if (kVariant != 2 && slab >= 3) {
+          products_wait<3>();
+          release_keys(1);
+        }
+      }
+    };
 #pragma unroll 1
     for (int token = first_token(); token < last;) {
       const RowSegment segment = segment_from(a, token, last);
       token = segment.token_end;
       const LaneRows rows = lane_rows(a, segment, row_begin, heads);
       LaneSoftmax softmax;
-#pragma unroll 1
-      for (int unit = segment.unit_begin; unit < segment.unit_end; ++unit) {
-        int before = 0;
-#pragma unroll
-        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-          barrier_wait(keys_full + key_slot.index, key_slot.parity);
-          const uint64_t key = slab_descriptor(shared_address(keys_of(key_slot.index)));
-          products_begin();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (slab < kHeld)
-              multiply_attention<0>(scores, query[slab < kHeld ? slab * 4 + i : 0], key + i * kStepPieces, slab * 4 + i);
-            else
-              multiply_attention<0>(scores, others + (slab - kHeld) * (Shape::kSlabBytes / 16) + i * kStepPieces,
-                                    key + i * kStepPieces, 1);
-          }
-          products_commit();
-          if (slab > 0) {
-            products_wait<1>();
-            release(keys_empty + before);
-          }
-          before = key_slot.index;
-          key_slot.next();
-        }
-        products_wait<0>();
-        hold(scores);
-        release(keys_empty + before);
-        if (a.hands_over_late && unit > segment.unit_begin) barrier_arrive(weights_full + (slot.index ^ 1));
-        float factor[2];
-        softmax.weigh(scores, a, rows, unit, factor);
+      float factor[2] = {1, 1};
+      const auto hand_over = [&] {
         barrier_wait(weights_empty + slot.index, slot.parity);
         unsigned char* to = weights_of(slot.index) + own_at;
 #pragma unroll
@@ -670,10 +678,41 @@ class WideAttention {
                 pair_of_bf16(scores[n][2 * h], scores[n][2 * h + 1]);
         if (lane % 4 < 2) factors_of(slot.index)[lane_row() + lane % 4 * 8] = lane % 4 == 0 ? factor[0] : factor[1];
         shared_writes_to_engines();
-        if (!a.hands_over_late) barrier_arrive(weights_full + slot.index);
+        barrier_arrive(weights_full + slot.index);
         slot.next();
+      };
+      start(scores);
+      products_wait<0>();
+      hold(scores);
+      release_keys(kVariant == 2 ? Shape::kSlabs : 3);
+#pragma unroll 1
+      for (int unit = segment.unit_begin; unit + 1 < segment.unit_end; ++unit) {
+        if constexpr (kVariant == 2) {
+          start(next);
+          softmax.weigh(scores, a, rows, unit, factor, [&](int i) {
+            if (i == 0) products_wait<5>();
+            else products_wait<2>();
+            release_keys(3);
+          });
+          hand_over();
+          products_wait<0>();
+          hold(next);
+          release_keys(2);
+#pragma unroll
+          for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[n][i] = next[n][i];
+        } else {
+          softmax.weigh(scores, a, rows, unit, factor, [](int) {});
+          hand_over();
+          start(scores);
+          products_wait<0>();
+          hold(scores);
+          release_keys(3);
+        }
       }
-      if (a.hands_over_late) barrier_arrive(weights_full + (slot.index ^ 1));
+      softmax.weigh(scores, a, rows, segment.unit_end - 1, factor, [](int) {});
+      hand_over();
       const float total[2] = {lane_sum<4>(softmax.sum[0]), lane_sum<4>(softmax.sum[1])};
       barrier_wait(weights_empty + slot.index, slot.parity);
       if (lane % 4 < 2) factors_of(slot.index)[lane_row() + lane % 4 * 8] = 1.0f / (lane % 4 == 0 ? total[0] : total[1]);
@@ -690,7 +729,7 @@ class WideAttention {
     Feeder<half == 1> feeder(*this);
     RingPlace<kValueSlots> value_slot;
     RingPlace<kWeightSlots> slot;
-    float sums[2][16][4];  // of 128 columns each
+    float sums[32][4];
 #pragma unroll 1
     for (int token = first_token(); token < last;) {
       const RowSegment segment = segment_from(a, token, last);
@@ -700,8 +739,7 @@ class WideAttention {
         feeder.wait(weights_full + slot.index, slot.parity);
         if (unit > segment.unit_begin) {
           const float factor[2] = {factors_of(slot.index)[lane_row()], factors_of(slot.index)[lane_row() + 8]};
-          scale_rows(sums[0], factor);
-          scale_rows(sums[1], factor);
+          scale_rows(sums, factor);
         }
         if (unit * kAttendedKeys < segment.band.begin || (unit + 1) * kAttendedKeys > segment.band.end) {
           RingPlace<kValueSlots> at = value_slot;
@@ -723,11 +761,8 @@ class WideAttention {
           products_begin();
 #pragma unroll
           for (int step = 0; step < Shape::kValueKeys / 16; ++step)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-              multiply_attention<1>(sums[i], weight + (part * (Shape::kValueKeys / 16) + step) * kStepPieces,
-                                    value + i * (2 * Shape::kValueSlabBytes / 16) + step * kStepRows,
-                                    part + step > 0 ? 1 : unit - segment.unit_begin);
+            multiply_attention<1>(sums, weight + (part * (Shape::kValueKeys / 16) + step) * kStepPieces,
+                                  value + step * kStepRows, part + step > 0 ? 1 : unit - segment.unit_begin);
           products_commit();
           if (part > 0) {
             products_wait<1>();
@@ -737,8 +772,7 @@ class WideAttention {
           value_slot.next();
         }
         products_wait<0>();
-        hold(sums[0]);
-        hold(sums[1]);
+        hold(sums);
         release(values_empty + before);
         warp_arrive(weights_empty + slot.index);
         slot.next();
@@ -751,8 +785,7 @@ class WideAttention {
         const int row = row_begin + lane_row() + 8 * h, of = row / heads;
         if (of < segment.token_begin || of >= segment.token_end) continue;
         float* out = a.out.values + of * a.out.stride + (kv_head * heads + row % heads) * kDim + half * 256 + threadIdx.x % 4 * 2;
-        store_row(out, sums[0], h, factor);
-        store_row(out + 128, sums[1], h, factor);
+        store_row(out, sums, h, factor);
       }
       warp_arrive(weights_empty + slot.index);
       slot.next();
@@ -776,9 +809,6 @@ __global__ void __launch_bounds__(NarrowAttentionShape<kDim>::kThreads, 1)
 #endif
 }
 
-__global__ void __launch_bounds__(WideAttentionShape::kThreads, 1) BERYL_CLUSTER(WideAttentionShape::kCluster)
-    wide_attention_kernel(const __grid_constant__ PrefillAttentionArgs args);
-
 // In prefill_attention_narrow.cu and prefill_attention_wide.cu, so that they compile side by side.
 struct PrefillAttentionKernel {
   void (*kernel)(PrefillAttentionArgs);
@@ -787,6 +817,6 @@ struct PrefillAttentionKernel {
   int threads, shared_bytes, box_rows;
 };
 PrefillAttentionKernel narrow_attention(int head_dim);
-PrefillAttentionKernel wide_attention();
+PrefillAttentionKernel wide_attention(int variant);
 
 }  // namespace beryl::cuda

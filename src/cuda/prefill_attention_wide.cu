@@ -3,17 +3,25 @@
 
 namespace beryl::cuda {
 
-__global__ void __launch_bounds__(WideAttentionShape::kThreads, 1) BERYL_CLUSTER(WideAttentionShape::kCluster)
+namespace {
+
+template <int kVariant>
+__global__ void __launch_bounds__(WideAttentionShapeOf<kVariant>::kThreads, 1) BERYL_CLUSTER(WideAttentionShapeOf<kVariant>::kCluster)
     wide_attention_kernel(const __grid_constant__ PrefillAttentionArgs args) {
 #if BERYL_WGMMA
   extern __shared__ __align__(1024) unsigned char attention_shared[];
-  WideAttention(args, attention_shared).run();
+  WideAttention<kVariant>(args, attention_shared).run();
 #endif
 }
 
-PrefillAttentionKernel wide_attention() {
-  using Shape = WideAttentionShape;
-  return {wide_attention_kernel, kAttendedRows, Shape::kCluster, Shape::kThreads, Shape::kSharedBytes, Shape::kBoxRows};
+template <int kVariant>
+PrefillAttentionKernel kernel_of() {
+  using Shape = WideAttentionShapeOf<kVariant>;
+  return {wide_attention_kernel<kVariant>, kAttendedRows, Shape::kCluster, Shape::kThreads, Shape::kSharedBytes, Shape::kBoxRows};
 }
+
+}  // namespace
+
+PrefillAttentionKernel wide_attention(int variant) { return variant == 2 ? kernel_of<2>() : kernel_of<1>(); }
 
 }  // namespace beryl::cuda
