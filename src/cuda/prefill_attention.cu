@@ -22,13 +22,14 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
-// A pool of rows of one head, read in boxes of 64 columns and so many rows.
-CUtensorMap map_of(void* pool, int64_t rows, int head_dim, int box_rows) {
+// A pool of rows of one head, [rows][head_dim], as slabs of 64 columns, read in boxes of so many rows and slabs.
+CUtensorMap map_of(void* pool, int64_t rows, int head_dim, const int (&box)[2]) {
   CUtensorMap map;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(head_dim) * 2};
-  const cuuint32_t box[2] = {kSlabColumns, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  const CUresult result = encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, pool, sizes, strides, box, steps,
+  const cuuint64_t sizes[3] = {kSlabColumns, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(head_dim / kSlabColumns)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_dim) * 2, kSlabRowBytes};
+  const cuuint32_t boxes[3] = {kSlabColumns, static_cast<cuuint32_t>(box[0]), static_cast<cuuint32_t>(box[1])};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, pool, sizes, strides, boxes, steps,
                                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) throw Error(ErrorCode::kDevice, "the GPU driver refused the tensor map of a cache");
@@ -52,8 +53,8 @@ void launch_prefill_attention(const LaunchContext& context, const AttentionArgs&
   const CacheView& cache = args.cache;
   const PrefillAttentionKernel kernel = cache.head_dim == 512 ? wide_attention(tuning.hands_over_late ? 2 : 1) : narrow_attention(cache.head_dim);
   PrefillAttentionArgs attention = {};
-  attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.box_rows);
-  attention.values = map_of(cache.values, args.cache_rows, cache.head_dim, kernel.box_rows);
+  attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.key_box);
+  attention.values = map_of(cache.values, args.cache_rows, cache.head_dim, kernel.value_box);
   attention.q = args.q;
   attention.out = args.out;
   attention.token = args.token;

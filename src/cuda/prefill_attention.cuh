@@ -33,7 +33,7 @@
 namespace beryl::cuda {
 
 struct PrefillAttentionArgs {
-  CUtensorMap keys, values;  // [rows of the pool][head_dim] bf16, in boxes of 64 columns
+  CUtensorMap keys, values;  // [head_dim / 64][rows of the pool][64] bf16, in boxes as kernels copy at a time
   RowsView q, out;           // [n_tokens][n_heads][head_dim]
   TokenView token;
   int n_tokens, n_heads, n_kv_heads;
@@ -55,7 +55,6 @@ struct NarrowAttentionShape {
   static constexpr int kKeysAt = kGroups * kQueryBytes, kValuesAt = kKeysAt + kStages * kTileBytes;
   static constexpr int kBarriersAt = kValuesAt + kStages * kTileBytes;
   static constexpr int kSharedBytes = kBarriersAt + 4 * kStages * 8;
-  static constexpr int kBoxRows = 64;
 };
 
 template <int kVariant>
@@ -63,18 +62,18 @@ struct WideAttentionShapeOf {
   static constexpr int kDim = 512, kCluster = 2;
   static constexpr int kThreads = 3 * 128;
   static constexpr int kSlabs = kDim / kSlabColumns;
-  static constexpr int kHeldSlabs = kVariant == 2 ? 4 : 6;  // of q in registers, the others in shared memory
+  static constexpr int kHeldSlabs = 6;           // of q in registers, the others in shared memory
+  static constexpr int kOwnSlabs = kSlabs / kCluster;  // of a tile, that a block copies to both
   static constexpr int kSlabBytes = kAttendedKeys * kSlabRowBytes;
-  static constexpr int kKeySlots = kVariant == 2 ? 10 : 12; // of a slab of keys
-  static constexpr int kValueKeys = 32, kValueSlots = 3;  // keys whose values are a slot
+  static constexpr int kKeySlots = kVariant == 2 ? 2 : 3, kKeyBytes = kOwnSlabs * kSlabBytes;  // what one block copies
+  static constexpr int kValueKeys = 32, kValueSlots = kVariant == 2 ? 4 : 3;  // keys whose values are a slot
   static constexpr int kValueSlabBytes = kValueKeys * kSlabRowBytes, kValueBytes = kSlabs * kValueSlabBytes;
   static constexpr int kWeightSlots = 2;
-  static constexpr int kValuesAt = kKeySlots * kSlabBytes, kWeightsAt = kValuesAt + kValueSlots * kValueBytes;
+  static constexpr int kValuesAt = kKeySlots * kKeyBytes, kWeightsAt = kValuesAt + kValueSlots * kValueBytes;
   static constexpr int kQueriesAt = kWeightsAt + kWeightSlots * kSlabBytes;
   static constexpr int kFactorsAt = kQueriesAt + (kSlabs - kHeldSlabs) * kSlabBytes;
   static constexpr int kBarriersAt = kFactorsAt + kWeightSlots * kAttendedRows * 4;
   static constexpr int kSharedBytes = kBarriersAt + 2 * (kKeySlots + kValueSlots + kWeightSlots) * 8;
-  static constexpr int kBoxRows = 32;
 };
 static_assert(NarrowAttentionShape<256>::kSharedBytes <= kPrefillSharedBytes);
 static_assert(WideAttentionShapeOf<2>::kSharedBytes <= kPrefillSharedBytes);
@@ -142,20 +141,20 @@ class TileCursor {
   int unit, unit_end, token_end, sequence, held;
 };
 
-// A box of the pool, into one block or the same place of all blocks of the cluster.
+// A box of the pool, slabs one after the other, into one block or the same place of all blocks of the cluster.
 template <int kCluster>
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int column, int row, uint64_t* barrier) {
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int row, int slab, uint64_t* barrier) {
   if constexpr (kCluster == 1) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
             "r"(shared_address(to)),
-        "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+        "l"(&map), "r"(row), "r"(slab), "r"(shared_address(barrier))
         : "memory");
   } else {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-        "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {0, %2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(row), "r"(slab), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
         : "memory");
   }
 }
@@ -217,11 +216,9 @@ struct LaneSoftmax {
   float reference[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};  // this lane's columns
 
-  // Scores of a tile to weights. factor: of all sums so far, 1 unless a row's reference is raised. between(i), i = 0, 1: what
-  // can be done on the way.
-  template <class Between>
+  // Scores of a tile to weights. factor: of all sums so far, 1 unless a row's reference is raised.
   __device__ __forceinline__ void weigh(float (&scores)[8][4], const PrefillAttentionArgs& a, const LaneRows& rows, int unit,
-                                        float (&factor)[2], Between&& between) {
+                                        float (&factor)[2]) {
     constexpr float kLog2E = 1.4426950408889634f;
     float to_exponent = a.scale * kLog2E;
     if (a.softcap > 0.0f) {
@@ -260,7 +257,6 @@ struct LaneSoftmax {
           added += scores[n][i];
         }
       sum[h] = __fmaf_rn(sum[h], factor[h], added);
-      between(h);
     }
   }
 };
@@ -372,16 +368,16 @@ class NarrowAttention {
 #pragma unroll 1
     for (TileCursor<1> tile(a, first_token(), last); !tile.done(); tile.next(last)) {
       barrier_wait(keys_empty + slot.index, slot.parity);
-      if (lane == 0) expect_bytes(keys_full + slot.index, Shape::kTileBytes);
-      __syncwarp();
-      if (lane < Shape::kSlabs)
-        copy_box<1>(keys_of(slot.index) + lane * kSlabBytes, a.keys, lane * kSlabColumns, tile.row, keys_full + slot.index);
+      if (lane == 0) {
+        expect_bytes(keys_full + slot.index, Shape::kTileBytes);
+        copy_box<1>(keys_of(slot.index), a.keys, tile.row, 0, keys_full + slot.index);
+      }
       barrier_wait(values_empty + slot.index, slot.parity);
-      if (lane == 0) expect_bytes(values_full + slot.index, Shape::kTileBytes);
+      if (lane == 0) {
+        expect_bytes(values_full + slot.index, Shape::kTileBytes);
+        copy_box<1>(values_of(slot.index), a.values, tile.row, 0, values_full + slot.index);
+      }
       __syncwarp();
-      if (lane < Shape::kSlabs)
-        copy_box<1>(values_of(slot.index) + lane * kSlabBytes, a.values, lane * kSlabColumns, tile.row,
-                    values_full + slot.index);
       slot.next();
     }
   }
@@ -441,7 +437,7 @@ class NarrowAttention {
       hold(scores);
       warp_arrive(keys_empty + key_slot.index);
       key_slot.next();
-      softmax.weigh(scores, a, rows, segment.unit_begin, factor, [](int) {});
+      softmax.weigh(scores, a, rows, segment.unit_begin, factor);
       pack();
       int add = 0;
 #pragma unroll 1
@@ -456,7 +452,7 @@ class NarrowAttention {
         hold(scores);
         warp_arrive(keys_empty + key_slot.index);
         key_slot.next();
-        softmax.weigh(scores, a, rows, unit, factor, [](int) {});
+        softmax.weigh(scores, a, rows, unit, factor);
         products_wait<0>();
         hold(weights);
         hold(sums);
@@ -540,7 +536,7 @@ class WideAttention {
   __device__ __forceinline__ int last_token() const {
     return min((first_row + kCluster * kAttendedRows - 1) / heads + 1, a.n_tokens);
   }
-  __device__ __forceinline__ unsigned char* keys_of(int slot) const { return shared + slot * Shape::kSlabBytes; }
+  __device__ __forceinline__ unsigned char* keys_of(int slot) const { return shared + slot * Shape::kKeyBytes; }
   __device__ __forceinline__ unsigned char* values_of(int slot) const {
     return shared + Shape::kValuesAt + slot * Shape::kValueBytes;
   }
@@ -562,32 +558,29 @@ class WideAttention {
           : "memory");
   }
 
-  // What a warp does while it waits: it fills a ring, of keys or of values.
+  // What a warp does while it waits: it fills a ring, of keys (a half of a tile's slabs, copied by one of the blocks) or of
+  // values (some keys', half of the slabs by each block).
   template <bool kOfKeys>
   struct Feeder {
-    static constexpr int kOwn = Shape::kSlabs / kCluster;  // slabs of a slot of values
     const WideAttention& of;
-    TileCursor<kOfKeys ? Shape::kSlabs : kParts> cursor;
+    TileCursor<kOfKeys ? kCluster : kParts> cursor;
     RingPlace<kOfKeys ? kKeySlots : kValueSlots> slot = {0, 1};  // the first round waits for nothing
     __device__ __forceinline__ explicit Feeder(const WideAttention& attention)
         : of(attention), cursor(attention.a, attention.first_token(), attention.last_token()) {}
     // As far as there is room.
     __device__ __forceinline__ void feed() {
       uint64_t *full = kOfKeys ? of.keys_full : of.values_full, *empty = kOfKeys ? of.keys_empty : of.values_empty;
-      const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
       while (!cursor.done() && is_complete(empty + slot.index, slot.parity)) {
-        if (lane == 0) expect_bytes(full + slot.index, kOfKeys ? Shape::kSlabBytes : Shape::kValueBytes);
-        __syncwarp();
-        if constexpr (kOfKeys) {
-          if (lane == 0)
-            copy_box<kCluster>(of.keys_of(slot.index) + of.rank * (Shape::kBoxRows * kSlabRowBytes), of.a.keys,
-                               cursor.piece * kSlabColumns, cursor.row + of.rank * Shape::kBoxRows, full + slot.index);
-        } else {
-          const int slab = of.rank * kOwn + lane;
-          if (lane < kOwn)
-            copy_box<kCluster>(of.values_of(slot.index) + slab * Shape::kValueSlabBytes, of.a.values, slab * kSlabColumns,
-                               cursor.row + cursor.piece * Shape::kValueKeys, full + slot.index);
+        if (threadIdx.x % 32 == 0) {
+          expect_bytes(full + slot.index, kOfKeys ? Shape::kKeyBytes : Shape::kValueBytes);
+          if constexpr (kOfKeys) {
+            if (cursor.piece == of.rank)
+              copy_box<kCluster>(of.keys_of(slot.index), of.a.keys, cursor.row, of.rank * Shape::kOwnSlabs, full + slot.index);
+          } else {
+            copy_box<kCluster>(of.values_of(slot.index) + of.rank * Shape::kOwnSlabs * Shape::kValueSlabBytes, of.a.values,
+                               cursor.row + cursor.piece * Shape::kValueKeys, of.rank * Shape::kOwnSlabs, full + slot.index);
+          }
         }
         __syncwarp();
         cursor.next(of.last_token());
@@ -597,6 +590,7 @@ class WideAttention {
     // Of the group's warps the first one feeds.
     __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       if (threadIdx.x % 128 >= 32) return barrier_wait(barrier, parity);
+#pragma unroll 1
       do feed();
       while (!is_complete(barrier, parity));
     }
@@ -612,62 +606,58 @@ class WideAttention {
     asm volatile("bar.sync 3, 128;" ::: "memory");
     const uint64_t others = slab_descriptor(shared_address(queries));
     uint32_t query[kHeld * 4][4];
+    const auto row_of_q = [&](int row) {
+      return a.q.values + min(row / heads, a.n_tokens - 1) * a.q.stride + (kv_head * heads + row % heads) * kDim + lane % 4 * 2;
+    };
+    const float *upper = row_of_q(row_begin + lane_row()), *lower = row_of_q(row_begin + lane_row() + 8);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = row_begin + lane_row() + 8 * h, token = row / heads;
-      const float* q = a.q.values + min(token, a.n_tokens - 1) * a.q.stride + (kv_head * heads + row % heads) * kDim + lane % 4 * 2;
-#pragma unroll
-      for (int step = 0; step < kHeld * 4; ++step)
-#pragma unroll
-        for (int right = 0; right < 2; ++right) {
-          const float2 pair = __ldcg(reinterpret_cast<const float2*>(q + step * 16 + right * 8));
-          query[step][right * 2 + h] = pair_of_bf16(pair.x, pair.y);
-        }
+    for (int i = 0; i < kHeld * 8; ++i) {
+      const float2 first = __ldcg(reinterpret_cast<const float2*>(upper + i * 8));
+      const float2 second = __ldcg(reinterpret_cast<const float2*>(lower + i * 8));
+      query[i / 2][i % 2 * 2] = pair_of_bf16(first.x, first.y);
+      query[i / 2][i % 2 * 2 + 1] = pair_of_bf16(second.x, second.y);
     }
     RingPlace<kKeySlots> key_slot;
     RingPlace<kWeightSlots> slot = {0, 1};
     // Where this lane's weights stand: its row's piece n, exchanged by the row.
     const int own_at = lane_row() * kSlabRowBytes + lane % 4 * 4;
-    float scores[8][4], next[8][4];
-    int oldest = 0;  // slot of the slab that was used first
-    const auto release_keys = [&](int n) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        release(keys_empty + oldest);
-        if (++oldest == kKeySlots) oldest = 0;
-      }
-    };
-    // Starts the scores of the next tile, a group of products a slab.
-    const auto start = [&](float (&to)[8][4]) {
-#pragma unroll
-      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-        barrier_wait(keys_full + key_slot.index, key_slot.parity);
-        const uint64_t key = slab_descriptor(shared_address(keys_of(key_slot.index)));
-        products_begin();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (slab < kHeld)
-            multiply_attention<0>(to, query[slab < kHeld ? slab * 4 + i : 0], key + i * kStepPieces, slab * 4 + i);
-          else
-            multiply_attention<0>(to, others + (slab - kHeld) * (Shape::kSlabBytes / 16) + i * kStepPieces,
-                                  key + i * kStepPieces, 1);
-        }
-        products_commit();
-        key_slot.next();
-        if (kVariant != 2 && slab >= 3) {
-          products_wait<3>();
-          release_keys(1);
-        }
-      }
-    };
+    float scores[8][4];
 #pragma unroll 1
     for (int token = first_token(); token < last;) {
       const RowSegment segment = segment_from(a, token, last);
       token = segment.token_end;
       const LaneRows rows = lane_rows(a, segment, row_begin, heads);
       LaneSoftmax softmax;
-      float factor[2] = {1, 1};
-      const auto hand_over = [&] {
+#pragma unroll 1
+      for (int unit = segment.unit_begin; unit < segment.unit_end; ++unit) {
+        int before = 0;
+#pragma unroll
+        for (int part = 0; part < kCluster; ++part) {
+          barrier_wait(keys_full + key_slot.index, key_slot.parity);
+          const uint64_t key = slab_descriptor(shared_address(keys_of(key_slot.index)));
+          products_begin();
+#pragma unroll
+          for (int i = 0; i < Shape::kOwnSlabs * 4; ++i) {
+            const int slab = part * Shape::kOwnSlabs + i / 4, step = i % 4;
+            const uint64_t at = key + i / 4 * (Shape::kSlabBytes / 16) + step * kStepPieces;
+            if (slab < kHeld)
+              multiply_attention<0>(scores, query[slab < kHeld ? slab * 4 + step : 0], at, part + i);
+            else
+              multiply_attention<0>(scores, others + (slab - kHeld) * (Shape::kSlabBytes / 16) + step * kStepPieces, at, 1);
+          }
+          products_commit();
+          if (part > 0) {
+            products_wait<1>();
+            release(keys_empty + before);
+          }
+          before = key_slot.index;
+          key_slot.next();
+        }
+        products_wait<0>();
+        hold(scores);
+        release(keys_empty + before);
+        float factor[2];
+        softmax.weigh(scores, a, rows, unit, factor);
         barrier_wait(weights_empty + slot.index, slot.parity);
         unsigned char* to = weights_of(slot.index) + own_at;
 #pragma unroll
@@ -680,39 +670,7 @@ class WideAttention {
         shared_writes_to_engines();
         barrier_arrive(weights_full + slot.index);
         slot.next();
-      };
-      start(scores);
-      products_wait<0>();
-      hold(scores);
-      release_keys(kVariant == 2 ? Shape::kSlabs : 3);
-#pragma unroll 1
-      for (int unit = segment.unit_begin; unit + 1 < segment.unit_end; ++unit) {
-        if constexpr (kVariant == 2) {
-          start(next);
-          softmax.weigh(scores, a, rows, unit, factor, [&](int i) {
-            if (i == 0) products_wait<5>();
-            else products_wait<2>();
-            release_keys(3);
-          });
-          hand_over();
-          products_wait<0>();
-          hold(next);
-          release_keys(2);
-#pragma unroll
-          for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) scores[n][i] = next[n][i];
-        } else {
-          softmax.weigh(scores, a, rows, unit, factor, [](int) {});
-          hand_over();
-          start(scores);
-          products_wait<0>();
-          hold(scores);
-          release_keys(3);
-        }
       }
-      softmax.weigh(scores, a, rows, segment.unit_end - 1, factor, [](int) {});
-      hand_over();
       const float total[2] = {lane_sum<4>(softmax.sum[0]), lane_sum<4>(softmax.sum[1])};
       barrier_wait(weights_empty + slot.index, slot.parity);
       if (lane % 4 < 2) factors_of(slot.index)[lane_row() + lane % 4 * 8] = 1.0f / (lane % 4 == 0 ? total[0] : total[1]);
@@ -767,6 +725,7 @@ class WideAttention {
           if (part > 0) {
             products_wait<1>();
             release(values_empty + before);
+            if (threadIdx.x % 128 < 32) feeder.feed();
           }
           before = value_slot.index;
           value_slot.next();
@@ -814,7 +773,8 @@ struct PrefillAttentionKernel {
   void (*kernel)(PrefillAttentionArgs);
   int rows;     // of a block
   int cluster;  // blocks
-  int threads, shared_bytes, box_rows;
+  int threads, shared_bytes;
+  int key_box[2], value_box[2];  // rows, slabs
 };
 PrefillAttentionKernel narrow_attention(int head_dim);
 PrefillAttentionKernel wide_attention(int variant);

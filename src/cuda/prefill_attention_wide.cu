@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(WideAttentionShapeOf<kVariant>::kThreads, 1) B
 template <int kVariant>
 PrefillAttentionKernel kernel_of() {
   using Shape = WideAttentionShapeOf<kVariant>;
-  return {wide_attention_kernel<kVariant>, kAttendedRows, Shape::kCluster, Shape::kThreads, Shape::kSharedBytes, Shape::kBoxRows};
+  return {wide_attention_kernel<kVariant>, kAttendedRows, Shape::kCluster, Shape::kThreads, Shape::kSharedBytes,
+          {kAttendedKeys, Shape::kOwnSlabs}, {Shape::kValueKeys, Shape::kOwnSlabs}};
 }
 
 }  // namespace
