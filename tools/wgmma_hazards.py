@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Registers that tensor cores still read must not be written: wgmma takes operands from registers while the warp goes on,
-and nothing but the compiler's good will keeps other instructions from writing them before the wait
+"""Registers that tensor cores still read must not be written: wgmma takes operands from registers while the warp goes
+on, and nothing but the compiler's good will keeps other instructions from writing them before the wait
 (src/cuda/prefill_wgmma.cuh).
 
     cuobjdump -xelf all prefill_e2m1.cu.o && nvdisasm -c *.cubin | tools/wgmma_hazards.py
     ... prefill_attention_wide.cu.o ...                          | tools/wgmma_hazards.py --full-waits 1
 
-Reads each kernel's innermost loops around HGMMA instructions, each twice in a row, and follows which groups are under way.
-Exit status 1: a hazard was found, or a loop waits for every group more often than is meant (serialised)."""
+Reads each kernel's innermost loops around HGMMA instructions, each twice in a row, and follows which groups are under
+way. Exit status 1: a hazard was found, or a loop waits for every group more often than is meant (serialised)."""
 import argparse
 import re
 import sys

@@ -1,8 +1,9 @@
 // Attention of many rows alone: a program of its own.
 //
-//   attention_bench check    all head sizes, windows, ragged batches and softcaps against double precision, within a bound
-//                            from the data; dead positions hold NaN. A row has the same bits when only the second half of
-//                            the rows is given. Nothing else is written.
+//   attention_bench check    all head sizes, windows, ragged batches and softcaps against double precision, within a
+//   bound
+//                            from the data; dead positions hold NaN. A row has the same bits when only the second half
+//                            of the rows is given. Nothing else is written.
 //   attention_bench speed    layers of Gemma 4 12B by chunk and depth, in TFLOP/s of live pairs of a row and a key
 //   attention_bench once     one launch of each, for a profiler: 2,048 rows at 8,192
 //   ... 512 256              behind the mode: only these head sizes
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__(256) reference_kernel(AttentionArgs a, double*
       by_scores += weights[i] * fabs(pool_value(a.cache.values, row_of(band.begin + i) + c) - sum) * errors[i];
     const int64_t at = (int64_t{token} * a.n_heads + head) * dim + c;
     out[at] = sum;
-    // Roundings of weights are independent; those of q are the same for all keys. A rounding to bf16 is 2^-9 at most, or
-    // 2^-9 / sqrt(3) in the mean.
+    // Roundings of weights are independent; those of q are the same for all keys. A rounding to bf16 is 2^-9 at most,
+    // or 2^-9 / sqrt(3) in the mean.
     bounds[at] = 0x1p-9 * (6 * sqrt(squares) + 4 * by_scores) + 1e-4 * fabs(sum) + 1e-6;
   }
 }
@@ -116,7 +117,8 @@ struct Problem {
     std::vector<int32_t> position, sequence;
     int longest = 0;
     for (size_t i = 0; i < batch.size(); ++i) {
-      for (int t = 0; t < batch[i].n; ++t) position.push_back(batch[i].context + t), sequence.push_back(static_cast<int>(i));
+      for (int t = 0; t < batch[i].n; ++t)
+        position.push_back(batch[i].context + t), sequence.push_back(static_cast<int>(i));
       longest = std::max(longest, batch[i].context + batch[i].n);
     }
     n_tokens = static_cast<int>(position.size());
@@ -128,7 +130,8 @@ struct Problem {
     std::vector<int32_t> pages(static_cast<size_t>(n_pages)), entries(batch.size() * static_cast<size_t>(n_entries));
     for (int i = 0; i < n_pages; ++i) pages[static_cast<size_t>(i)] = i;
     for (int i = n_pages - 1; i > 0; --i)
-      std::swap(pages[static_cast<size_t>(i)], pages[philox(seed, static_cast<uint64_t>(i)).x[0] % static_cast<uint32_t>(i + 1)]);
+      std::swap(pages[static_cast<size_t>(i)],
+                pages[philox(seed, static_cast<uint64_t>(i)).x[0] % static_cast<uint32_t>(i + 1)]);
     for (size_t i = 0; i < entries.size(); ++i) entries[i] = pages[i];
     std::vector<uint16_t> k(static_cast<size_t>(size), dead_is_nan ? 0x7fc0 : 0), v = k;
     const auto fill = [&](int page, int slot, uint64_t which) {
@@ -147,9 +150,11 @@ struct Problem {
     for (size_t i = 0; i < batch.size(); ++i) {
       const int end = batch[i].context + batch[i].n;
       for (int p = live_band(batch[i].context, s.window).begin; p < end; ++p)
-        live.emplace_back(entries[i * static_cast<size_t>(n_entries) + static_cast<size_t>(p / 64 % n_entries)], p % 64);
+        live.emplace_back(entries[i * static_cast<size_t>(n_entries) + static_cast<size_t>(p / 64 % n_entries)],
+                          p % 64);
     }
-    parallel(static_cast<int>(live.size()), [&](int i) { fill(live[static_cast<size_t>(i)].first, live[static_cast<size_t>(i)].second, 0); });
+    parallel(static_cast<int>(live.size()),
+             [&](int i) { fill(live[static_cast<size_t>(i)].first, live[static_cast<size_t>(i)].second, 0); });
     const float spread = 3 / (s.scale * 0.667f * std::sqrt(static_cast<float>(s.head_dim)));
     const int64_t cols = int64_t{s.n_heads} * s.head_dim;
     std::vector<float> rows(static_cast<size_t>(n_tokens * (cols + 128)), std::numeric_limits<float>::quiet_NaN());
@@ -199,36 +204,28 @@ void check_case(const LaunchContext& context, const Shape& shape, const std::vec
   check(cudaStreamSynchronize(context.stream), "reference");
   const auto ref = exact.host(), bound = bounds.host();
 
-  std::vector<float> whole;
-  for (const bool late : {true, false}) {
-    problem.out->poison();
-    launch_prefill_attention(context, args, {late});
-    check(cudaStreamSynchronize(context.stream), "attention");
-    const auto got = problem.out->host();
-    double worst = 0, difference = 0, norm = 0;
-    int64_t wrong = 0, beyond = 0;
-    for (int64_t i = 0; i < size; ++i) {
-      const double off = std::abs(got[i] - ref[i]);
-      if (!(off <= bound[i]) && wrong++ == 0)
-        std::printf("row %d, head %d, column %d is %g, exactly %g, bound %g\n", static_cast<int>(i / cols),
-                    static_cast<int>(i % cols / shape.head_dim), static_cast<int>(i % shape.head_dim), got[i], ref[i], bound[i]);
-      worst = std::max(worst, off / bound[i]), difference += off * off, norm += ref[i] * ref[i];
-    }
-    for (size_t i = static_cast<size_t>(size); i < got.size(); ++i) beyond += std::isnan(got[i]) ? 0 : 1;
-    std::string what = std::string(shape.name) + ",";
-    for (const Tokens& tokens : batch) what += " " + std::to_string(tokens.context) + "+" + std::to_string(tokens.n);
-    expect(wrong == 0, what + ": " + std::to_string(wrong) + " of " + std::to_string(size) + " beyond their bound");
-    expect(beyond == 0, what + ": written beyond");
-    if (late) {
-      std::printf("%-60s heads of %d, softcap %g: relative error %.1e, worst of bound %.2f\n", what.c_str(), shape.head_dim,
-                  softcap, std::sqrt(difference / norm), worst);
-      std::fflush(stdout);
-      whole = got;
-    } else {
-      expect(std::memcmp(got.data(), whole.data(), static_cast<size_t>(size) * 4) == 0, what + ": early differs from late");
-    }
-    if (shape.head_dim != 512) break;
+  problem.out->poison();
+  launch_prefill_attention(context, args);
+  check(cudaStreamSynchronize(context.stream), "attention");
+  const auto whole = problem.out->host();
+  double worst = 0, difference = 0, norm = 0;
+  int64_t wrong = 0, beyond = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const double off = std::abs(whole[i] - ref[i]);
+    if (!(off <= bound[i]) && wrong++ == 0)
+      std::printf("row %d, head %d, column %d is %g, exactly %g, bound %g\n", static_cast<int>(i / cols),
+                  static_cast<int>(i % cols / shape.head_dim), static_cast<int>(i % shape.head_dim), whole[i], ref[i],
+                  bound[i]);
+    worst = std::max(worst, off / bound[i]), difference += off * off, norm += ref[i] * ref[i];
   }
+  for (size_t i = static_cast<size_t>(size); i < whole.size(); ++i) beyond += std::isnan(whole[i]) ? 0 : 1;
+  std::string what = std::string(shape.name) + ",";
+  for (const Tokens& tokens : batch) what += " " + std::to_string(tokens.context) + "+" + std::to_string(tokens.n);
+  expect(wrong == 0, what + ": " + std::to_string(wrong) + " of " + std::to_string(size) + " beyond their bound");
+  expect(beyond == 0, what + ": written beyond");
+  std::printf("%-60s heads of %d, softcap %g: relative error %.1e, worst of bound %.2f\n", what.c_str(), shape.head_dim,
+              softcap, std::sqrt(difference / norm), worst);
+  std::fflush(stdout);
   // The second half alone.
   const int first = problem.n_tokens / 2 + 1;
   problem.out->poison();
@@ -237,7 +234,8 @@ void check_case(const LaunchContext& context, const Shape& shape, const std::vec
   launch_prefill_attention(context, second);
   check(cudaStreamSynchronize(context.stream), "attention");
   const auto got = problem.out->host();
-  expect(std::memcmp(got.data() + first * cols, whole.data() + first * cols, static_cast<size_t>(size - first * cols) * 4) == 0,
+  expect(std::memcmp(got.data() + first * cols, whole.data() + first * cols,
+                     static_cast<size_t>(size - first * cols) * 4) == 0,
          std::string(shape.name) + ": bits depend on the rows beside");
 }
 
@@ -274,14 +272,23 @@ void speed(const LaunchContext& context, const Shape& shape, int depth, int n, b
   }
   const double tera = 4e-12 * pairs * shape.n_heads * shape.head_dim;
   const auto time = [&](const char* what, const std::function<void()>& launch, int n_launches) {
-    const double us = 1000.0 / n_launches * time_graph(context.stream, [&] { for (int i = 0; i < n_launches; ++i) launch(); }, 5);
-    std::printf("%-12s %5d rows at %5d, %-12s %9.1f us, %6.1f TFLOP/s\n", shape.name, n, depth, what, us, tera / us * 1e6);
+    const double us = 1000.0 / n_launches *
+                      time_graph(
+                          context.stream,
+                          [&] {
+                            for (int i = 0; i < n_launches; ++i) launch();
+                          },
+                          5);
+    std::printf("%-12s %5d rows at %5d, %-12s %9.1f us, %6.1f TFLOP/s\n", shape.name, n, depth, what, us,
+                tera / us * 1e6);
     std::fflush(stdout);
   };
   const AttentionArgs args = problem.args();
-  time("prefill", [&] { launch_prefill_attention(context, args); }, 4);
-  if (shape.head_dim == 512) time("handed early", [&] { launch_prefill_attention(context, args, {false}); }, 4);
-  if (before) time("mma.sync", [&] { launch_attention_whole(context, args); }, 1);
+  time(
+      "prefill", [&] { launch_prefill_attention(context, args); }, 4);
+  if (before)
+    time(
+        "mma.sync", [&] { launch_attention_whole(context, args); }, 1);
 }
 
 }  // namespace
@@ -306,7 +313,7 @@ int main(int argc, char** argv) {
       for (const Shape& shape : {kSliding, kGlobal}) {
         if (!wants(shape.head_dim)) continue;
         const Problem problem(shape, {{8192, 2048}}, 5, false);
-        for (const bool late : {true, false}) launch_prefill_attention(context, problem.args(), {late});
+        launch_prefill_attention(context, problem.args());
         check(cudaStreamSynchronize(context.stream), "attention");
       }
     }

@@ -1,4 +1,5 @@
-// Launches attention of prompts: from the op to the kernels' arguments, with the caches as the tensor copy engine sees them.
+// Launches attention of prompts: from the op to the kernels' arguments, with the caches as the tensor copy engine sees
+// them.
 #include "cuda/prefill_attention.h"
 
 #include "base/error.h"
@@ -25,7 +26,8 @@ EncodeTiled encode_tiled() {
 // A pool of rows of one head, [rows][head_dim], as slabs of 64 columns, read in boxes of so many rows and slabs.
 CUtensorMap map_of(void* pool, int64_t rows, int head_dim, const int (&box)[2]) {
   CUtensorMap map;
-  const cuuint64_t sizes[3] = {kSlabColumns, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(head_dim / kSlabColumns)};
+  const cuuint64_t sizes[3] = {kSlabColumns, static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(head_dim / kSlabColumns)};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_dim) * 2, kSlabRowBytes};
   const cuuint32_t boxes[3] = {kSlabColumns, static_cast<cuuint32_t>(box[0]), static_cast<cuuint32_t>(box[1])};
   const cuuint32_t steps[3] = {1, 1, 1};
@@ -37,7 +39,8 @@ CUtensorMap map_of(void* pool, int64_t rows, int head_dim, const int (&box)[2]) 
 }
 
 bool is_multiple(RowsView rows, int floats) {
-  return reinterpret_cast<uintptr_t>(rows.values) % (static_cast<uintptr_t>(floats) * 4) == 0 && rows.stride % floats == 0;
+  return reinterpret_cast<uintptr_t>(rows.values) % (static_cast<uintptr_t>(floats) * 4) == 0 &&
+         rows.stride % floats == 0;
 }
 
 }  // namespace
@@ -48,10 +51,10 @@ bool takes_prefill_attention(const AttentionArgs& args) {
          args.cache_rows > 0 && is_multiple(args.q, 4) && is_multiple(args.out, 2);
 }
 
-void launch_prefill_attention(const LaunchContext& context, const AttentionArgs& args, PrefillAttentionTuning tuning) {
+void launch_prefill_attention(const LaunchContext& context, const AttentionArgs& args) {
   BERYL_CHECK(takes_prefill_attention(args) && args.first_token == 0, "attention that this kernel takes");
   const CacheView& cache = args.cache;
-  const PrefillAttentionKernel kernel = cache.head_dim == 512 ? wide_attention(tuning.hands_over_late ? 2 : 1) : narrow_attention(cache.head_dim);
+  const PrefillAttentionKernel kernel = cache.head_dim == 512 ? wide_attention() : narrow_attention(cache.head_dim);
   PrefillAttentionArgs attention = {};
   attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.key_box);
   attention.values = map_of(cache.values, args.cache_rows, cache.head_dim, kernel.value_box);
@@ -64,7 +67,6 @@ void launch_prefill_attention(const LaunchContext& context, const AttentionArgs&
   attention.window = args.window;
   attention.scale = args.scale;
   attention.softcap = args.softcap;
-  attention.hands_over_late = tuning.hands_over_late;
   const int64_t rows = int64_t{args.n_tokens} * (args.n_heads / cache.n_kv_heads);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(round_up(int64_t{ceil_div(rows, kernel.rows)}, kernel.cluster)),

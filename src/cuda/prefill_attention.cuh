@@ -1,25 +1,24 @@
 // The kernels of prefill_attention.h.
 //
-// Rows are (token, head) pairs: a KV head's query heads for one token, then for the next. A group of four warps has 64 of
-// them, a tile of keys is a page of 64 positions, and tiles come by the tensor copy engine in slabs of 64 columns
+// Rows are (token, head) pairs: a KV head's query heads for one token, then for the next. A group of four warps has 64
+// of them, a tile of keys is a page of 64 positions, and tiles come by the tensor copy engine in slabs of 64 columns
 // (attention_wgmma.cuh). Tiles begin at absolute positions; a row that has no key in a tile is not changed by it.
 //
-// Heads of up to 256 (NarrowAttention): two groups with rows of their own share the tiles. While a group's tensor products
-// with the values run, it computes the softmax of the next scores.
+// Heads of up to 256 (NarrowAttention): two groups with rows of their own share the tiles. While a group's tensor
+// products with the values run, it computes the softmax of the next scores.
 //
-// Heads of 512 (WideAttention): 64 x 512 sums are half of the registers, so roles are split. One group keeps most of q in
-// registers and makes weights, two multiply them with half of the columns each; weights go through shared memory. Two
-// blocks of a cluster have neighbouring rows and share all tiles: each copies half of every slab to both. Weights are
-// handed over when the next scores are complete, so that products with values fill the tensor cores while the next
-// softmax is computed. There are no warps that only copy: with more than 12 the assembler has 128 registers a thread,
-// which is too few for 128 sums, whatever setmaxnreg says later. The first warp of each summing group copies while it
-// waits.
+// Heads of 512 (WideAttention): 64 x 512 sums are half of the registers, so roles are split. One group keeps most of q
+// in registers and makes weights, two multiply them with half of the columns each; weights go through shared memory.
+// Two blocks of a cluster have neighbouring rows and share all tiles: each copies half of the slabs to both. There are
+// no warps that only copy: with more than 12 the assembler has 128 registers a thread, which is too few for 128 sums,
+// whatever setmaxnreg says later. The first warp of each summing group copies while it waits; all it takes is one
+// instruction for half of a tile, since what that warp does its group waits for.
 //
-// A tile of heads of 512, in cycles: tensor cores 2,048; shared memory 2,500 (128 KB copied, 80 KB read for scores, 96 KB
-// for values, 16 KB of weights); from the L2 64 KB a block.
+// A tile of heads of 512, in cycles: tensor cores 2,048; shared memory 2,400 (128 KB copied, 80 KB read for scores, 80
+// KB for values, 16 KB of weights); from the L2 64 KB a block.
 //
-// The softmax's reference is not the largest score but one that the largest exceeds by up to 2^8: sums are scaled when a
-// row leaves that range, which is rare.
+// The softmax's reference is not the largest score but one that makes no weight larger than 2^8: sums are scaled when
+// a row leaves that range, which is rare.
 #pragma once
 
 #include <cuda.h>
@@ -39,7 +38,6 @@ struct PrefillAttentionArgs {
   int n_tokens, n_heads, n_kv_heads;
   int window;
   float scale, softcap;
-  bool hands_over_late;
 };
 
 inline constexpr int kAttendedKeys = kPageTokens;  // of a tile
@@ -57,16 +55,15 @@ struct NarrowAttentionShape {
   static constexpr int kSharedBytes = kBarriersAt + 4 * kStages * 8;
 };
 
-template <int kVariant>
-struct WideAttentionShapeOf {
+struct WideAttentionShape {
   static constexpr int kDim = 512, kCluster = 2;
   static constexpr int kThreads = 3 * 128;
   static constexpr int kSlabs = kDim / kSlabColumns;
-  static constexpr int kHeldSlabs = 6;           // of q in registers, the others in shared memory
+  static constexpr int kHeldSlabs = 6;                 // of q in registers, the others in shared memory
   static constexpr int kOwnSlabs = kSlabs / kCluster;  // of a tile, that a block copies to both
   static constexpr int kSlabBytes = kAttendedKeys * kSlabRowBytes;
-  static constexpr int kKeySlots = kVariant == 2 ? 2 : 3, kKeyBytes = kOwnSlabs * kSlabBytes;  // what one block copies
-  static constexpr int kValueKeys = 32, kValueSlots = kVariant == 2 ? 4 : 3;  // keys whose values are a slot
+  static constexpr int kKeySlots = 2, kKeyBytes = kOwnSlabs * kSlabBytes;  // what one block copies
+  static constexpr int kValueKeys = 32, kValueSlots = 4;                   // keys whose values are a slot
   static constexpr int kValueSlabBytes = kValueKeys * kSlabRowBytes, kValueBytes = kSlabs * kValueSlabBytes;
   static constexpr int kWeightSlots = 2;
   static constexpr int kValuesAt = kKeySlots * kKeyBytes, kWeightsAt = kValuesAt + kValueSlots * kValueBytes;
@@ -76,7 +73,7 @@ struct WideAttentionShapeOf {
   static constexpr int kSharedBytes = kBarriersAt + 2 * (kKeySlots + kValueSlots + kWeightSlots) * 8;
 };
 static_assert(NarrowAttentionShape<256>::kSharedBytes <= kPrefillSharedBytes);
-static_assert(WideAttentionShapeOf<2>::kSharedBytes <= kPrefillSharedBytes);
+static_assert(WideAttentionShape::kSharedBytes <= kPrefillSharedBytes);
 
 #if BERYL_WGMMA
 
@@ -98,27 +95,32 @@ __device__ __forceinline__ RowSegment segment_from(const PrefillAttentionArgs& a
     segment.token_end = base + __ffs(static_cast<int>(found)) - 1;
     break;
   }
-  segment.band = {live_band(a.token.positions[token_begin], a.window).begin, a.token.positions[segment.token_end - 1] + 1};
+  segment.band = {live_band(a.token.positions[token_begin], a.window).begin,
+                  a.token.positions[segment.token_end - 1] + 1};
   segment.unit_begin = segment.band.begin / kAttendedKeys;
   segment.unit_end = (segment.band.end + kAttendedKeys - 1) / kAttendedKeys;
   return segment;
 }
 
-// Goes through the tiles of all segments of tokens [token, last), kPieces a tile, with their rows of the pool. Pages are read
-// 32 at a time into the lanes of a warp.
+// Goes through the tiles of all segments of tokens [token, last), kPieces a tile, with their rows of the pool. Pages
+// are read 32 at a time into the lanes of a warp.
 template <int kPieces>
 class TileCursor {
  public:
   int piece = 0;
   int row;  // of the pool: the tile's first
 
-  __device__ __forceinline__ TileCursor(const PrefillAttentionArgs& args, int token, int last) : a(args) { enter(token, last); }
+  __device__ __forceinline__ TileCursor(const PrefillAttentionArgs& args, int token, int last) : a(args) {
+    enter(token, last);
+  }
   __device__ __forceinline__ bool done() const { return unit == unit_end; }
   __device__ __forceinline__ void next(int last) {
     if (++piece < kPieces) return;
     piece = 0;
-    if (++unit < unit_end) find_row();
-    else if (token_end < last) enter(token_end, last);
+    if (++unit < unit_end)
+      find_row();
+    else if (token_end < last)
+      enter(token_end, last);
   }
 
  private:
@@ -146,8 +148,8 @@ template <int kCluster>
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int row, int slab, uint64_t* barrier) {
   if constexpr (kCluster == 1) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::
-            "r"(shared_address(to)),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], "
+        "[%4];" ::"r"(shared_address(to)),
         "l"(&map), "r"(row), "r"(slab), "r"(shared_address(barrier))
         : "memory");
   } else {
@@ -159,7 +161,8 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int r
   }
 }
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, int n_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes)
+               : "memory");
 }
 // All lanes get the same answer.
 __device__ __forceinline__ bool is_complete(uint64_t* barrier, uint32_t parity) {
@@ -173,7 +176,9 @@ __device__ __forceinline__ bool is_complete(uint64_t* barrier, uint32_t parity) 
       : "memory");
   return __any_sync(kAllLanes, done != 0);
 }
-__device__ __forceinline__ void shared_writes_to_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void shared_writes_to_engines() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Two rows of a lane in its group's 64: row(0) and row(0) + 8.
 struct LaneRows {
@@ -183,7 +188,9 @@ struct LaneRows {
     return unit * kAttendedKeys < whole_begin || (unit + 1) * kAttendedKeys > whole_end;
   }
 };
-__device__ __forceinline__ int lane_row() { return static_cast<int>(threadIdx.x) % 128 / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4; }
+__device__ __forceinline__ int lane_row() {
+  return static_cast<int>(threadIdx.x) % 128 / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+}
 __device__ __forceinline__ LaneRows lane_rows(const PrefillAttentionArgs& a, const RowSegment& segment, int first_row,
                                               int heads) {
   LaneRows rows;
@@ -217,8 +224,8 @@ struct LaneSoftmax {
   float sum[2] = {0, 0};  // this lane's columns
 
   // Scores of a tile to weights. factor: of all sums so far, 1 unless a row's reference is raised.
-  __device__ __forceinline__ void weigh(float (&scores)[8][4], const PrefillAttentionArgs& a, const LaneRows& rows, int unit,
-                                        float (&factor)[2]) {
+  __device__ __forceinline__ void weigh(float (&scores)[8][4], const PrefillAttentionArgs& a, const LaneRows& rows,
+                                        int unit, float (&factor)[2]) {
     constexpr float kLog2E = 1.4426950408889634f;
     float to_exponent = a.scale * kLog2E;
     if (a.softcap > 0.0f) {
@@ -273,10 +280,10 @@ __device__ __forceinline__ void scale_rows(float (&sums)[kTiles][4], const float
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[n][i] *= factor[i / 2];
 }
-// Values outside the band may be anything, and 0 · NaN is NaN: zeros instead. By the 128 threads of a group, then seen by
-// the tensor cores. Keys [first_key, first_key + n_keys) of n_slabs slabs.
-__device__ __forceinline__ void clear_dead_values(unsigned char* slabs, int n_slabs, int first_key, int n_keys, Band band,
-                                                  int barrier) {
+// Values outside the band may be anything, and 0 · NaN is NaN: zeros instead. By the 128 threads of a group, then seen
+// by the tensor cores. Keys [first_key, first_key + n_keys) of n_slabs slabs.
+__device__ __forceinline__ void clear_dead_values(unsigned char* slabs, int n_slabs, int first_key, int n_keys,
+                                                  Band band, int barrier) {
   for (int i = static_cast<int>(threadIdx.x) % 128; i < n_slabs * n_keys * 8; i += 128) {
     const int key = first_key + i / 8 % n_keys;
     if (key < band.begin || key >= band.end) reinterpret_cast<uint4*>(slabs)[i] = make_uint4(0, 0, 0, 0);
@@ -298,8 +305,8 @@ __device__ __forceinline__ void store_row(float* out, const float (&sums)[kTiles
 
 // Columns [kFirst, kDim) of q of a group's rows as bf16, in slabs of 64 columns; by its 128 threads.
 template <int kDim, int kFirst>
-__device__ __forceinline__ void load_queries(const PrefillAttentionArgs& a, unsigned char* to, int row_begin, int kv_head,
-                                             int heads) {
+__device__ __forceinline__ void load_queries(const PrefillAttentionArgs& a, unsigned char* to, int row_begin,
+                                             int kv_head, int heads) {
   constexpr int kPieces = (kDim - kFirst) / 8;  // of a row
 #pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x) % 128; i < kAttendedRows * kPieces; i += 128) {
@@ -357,7 +364,9 @@ class NarrowAttention {
   __device__ __forceinline__ int last_token() const {
     return min((first_row + Shape::kGroups * kAttendedRows - 1) / heads + 1, a.n_tokens);
   }
-  __device__ __forceinline__ unsigned char* keys_of(int slot) const { return shared + Shape::kKeysAt + slot * Shape::kTileBytes; }
+  __device__ __forceinline__ unsigned char* keys_of(int slot) const {
+    return shared + Shape::kKeysAt + slot * Shape::kTileBytes;
+  }
   __device__ __forceinline__ unsigned char* values_of(int slot) const {
     return shared + Shape::kValuesAt + slot * Shape::kTileBytes;
   }
@@ -426,8 +435,8 @@ class NarrowAttention {
       const auto await_values = [&](int unit) {
         barrier_wait(values_full + value_slot.index, value_slot.parity);
         if (unit * kAttendedKeys < segment.band.begin || (unit + 1) * kAttendedKeys > segment.band.end)
-          clear_dead_values(values_of(value_slot.index), Shape::kSlabs, unit * kAttendedKeys, kAttendedKeys, segment.band,
-                            group + 1);
+          clear_dead_values(values_of(value_slot.index), Shape::kSlabs, unit * kAttendedKeys, kAttendedKeys,
+                            segment.band, group + 1);
       };
 
       barrier_wait(keys_full + key_slot.index, key_slot.parity);
@@ -475,8 +484,8 @@ class NarrowAttention {
         const float total = lane_sum<4>(softmax.sum[h]);
         const int row = row_begin + lane_row() + 8 * h, of = row / heads;
         if (of < segment.token_begin || of >= segment.token_end) continue;
-        store_row(a.out.values + of * a.out.stride + (kv_head * heads + row % heads) * kDim + threadIdx.x % 4 * 2, sums, h,
-                  1.0f / total);
+        store_row(a.out.values + of * a.out.stride + (kv_head * heads + row % heads) * kDim + threadIdx.x % 4 * 2, sums,
+                  h, 1.0f / total);
       }
     }
   }
@@ -487,12 +496,12 @@ class NarrowAttention {
   int heads, kv_head, first_row;
 };
 
-template <int kVariant>
 class WideAttention {
  public:
-  using Shape = WideAttentionShapeOf<kVariant>;
+  using Shape = WideAttentionShape;
   static constexpr int kDim = Shape::kDim, kCluster = Shape::kCluster;
-  static constexpr int kKeySlots = Shape::kKeySlots, kValueSlots = Shape::kValueSlots, kWeightSlots = Shape::kWeightSlots;
+  static constexpr int kKeySlots = Shape::kKeySlots, kValueSlots = Shape::kValueSlots,
+                       kWeightSlots = Shape::kWeightSlots;
   static constexpr int kParts = kAttendedKeys / Shape::kValueKeys;  // slots of values of a tile
 
   __device__ __forceinline__ WideAttention(const PrefillAttentionArgs& args, unsigned char* shared_memory)
@@ -512,16 +521,20 @@ class WideAttention {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kKeySlots; ++i) barrier_init(keys_full + i, 1), barrier_init(keys_empty + i, kCluster * 4);
-      for (int i = 0; i < kValueSlots; ++i) barrier_init(values_full + i, 1), barrier_init(values_empty + i, kCluster * 8);
+      for (int i = 0; i < kValueSlots; ++i)
+        barrier_init(values_full + i, 1), barrier_init(values_empty + i, kCluster * 8);
       for (int i = 0; i < kWeightSlots; ++i) barrier_init(weights_full + i, 128), barrier_init(weights_empty + i, 8);
       barrier_init_fence();
     }
     cluster_barrier();
     grid_wait();
     const int group = static_cast<int>(threadIdx.x) / 128;
-    if (group == 0) make_weights();
-    else if (group == 1) sum_values<0>();
-    else sum_values<1>();
+    if (group == 0)
+      make_weights();
+    else if (group == 1)
+      sum_values<0>();
+    else
+      sum_values<1>();
     __syncwarp();
     // The other block's copies and arrivals reach into this one's shared memory.
     cluster_barrier();
@@ -558,8 +571,8 @@ class WideAttention {
           : "memory");
   }
 
-  // What a warp does while it waits: it fills a ring, of keys (a half of a tile's slabs, copied by one of the blocks) or of
-  // values (some keys', half of the slabs by each block).
+  // What a warp does while it waits: it fills a ring, of keys (a half of a tile's slabs, copied by one of the blocks)
+  // or of values (some keys', half of the slabs by each block).
   template <bool kOfKeys>
   struct Feeder {
     const WideAttention& of;
@@ -576,10 +589,12 @@ class WideAttention {
           expect_bytes(full + slot.index, kOfKeys ? Shape::kKeyBytes : Shape::kValueBytes);
           if constexpr (kOfKeys) {
             if (cursor.piece == of.rank)
-              copy_box<kCluster>(of.keys_of(slot.index), of.a.keys, cursor.row, of.rank * Shape::kOwnSlabs, full + slot.index);
+              copy_box<kCluster>(of.keys_of(slot.index), of.a.keys, cursor.row, of.rank * Shape::kOwnSlabs,
+                                 full + slot.index);
           } else {
-            copy_box<kCluster>(of.values_of(slot.index) + of.rank * Shape::kOwnSlabs * Shape::kValueSlabBytes, of.a.values,
-                               cursor.row + cursor.piece * Shape::kValueKeys, of.rank * Shape::kOwnSlabs, full + slot.index);
+            copy_box<kCluster>(of.values_of(slot.index) + of.rank * Shape::kOwnSlabs * Shape::kValueSlabBytes,
+                               of.a.values, cursor.row + cursor.piece * Shape::kValueKeys, of.rank * Shape::kOwnSlabs,
+                               full + slot.index);
           }
         }
         __syncwarp();
@@ -596,10 +611,11 @@ class WideAttention {
     }
   };
 
-  // q stays in registers; a tile's scores become weights in shared memory, and factors of the sums so far. At the end of a
-  // segment a last message has what the sums must be multiplied by.
+  // q stays in registers; a tile's scores become weights in shared memory, and factors of the sums so far. At the end
+  // of a segment a last message has what the sums must be multiplied by.
   __device__ __forceinline__ void make_weights() {
-    const int row_begin = first_row + rank * kAttendedRows, last = last_token(), lane = static_cast<int>(threadIdx.x) % 32;
+    const int row_begin = first_row + rank * kAttendedRows, last = last_token(),
+              lane = static_cast<int>(threadIdx.x) % 32;
     constexpr int kHeld = Shape::kHeldSlabs;
     unsigned char* queries = shared + Shape::kQueriesAt;
     load_queries<kDim, kHeld * kSlabColumns>(a, queries, row_begin, kv_head, heads);
@@ -607,7 +623,8 @@ class WideAttention {
     const uint64_t others = slab_descriptor(shared_address(queries));
     uint32_t query[kHeld * 4][4];
     const auto row_of_q = [&](int row) {
-      return a.q.values + min(row / heads, a.n_tokens - 1) * a.q.stride + (kv_head * heads + row % heads) * kDim + lane % 4 * 2;
+      return a.q.values + min(row / heads, a.n_tokens - 1) * a.q.stride + (kv_head * heads + row % heads) * kDim +
+             lane % 4 * 2;
     };
     const float *upper = row_of_q(row_begin + lane_row()), *lower = row_of_q(row_begin + lane_row() + 8);
 #pragma unroll
@@ -643,7 +660,8 @@ class WideAttention {
             if (slab < kHeld)
               multiply_attention<0>(scores, query[slab < kHeld ? slab * 4 + step : 0], at, part + i);
             else
-              multiply_attention<0>(scores, others + (slab - kHeld) * (Shape::kSlabBytes / 16) + step * kStepPieces, at, 1);
+              multiply_attention<0>(scores, others + (slab - kHeld) * (Shape::kSlabBytes / 16) + step * kStepPieces, at,
+                                    1);
           }
           products_commit();
           if (part > 0) {
@@ -673,7 +691,8 @@ class WideAttention {
       }
       const float total[2] = {lane_sum<4>(softmax.sum[0]), lane_sum<4>(softmax.sum[1])};
       barrier_wait(weights_empty + slot.index, slot.parity);
-      if (lane % 4 < 2) factors_of(slot.index)[lane_row() + lane % 4 * 8] = 1.0f / (lane % 4 == 0 ? total[0] : total[1]);
+      if (lane % 4 < 2)
+        factors_of(slot.index)[lane_row() + lane % 4 * 8] = 1.0f / (lane % 4 == 0 ? total[0] : total[1]);
       barrier_arrive(weights_full + slot.index);
       slot.next();
     }
@@ -705,7 +724,8 @@ class WideAttention {
           for (int part = 0; part < kParts; ++part) {
             feeder.wait(values_full + at.index, at.parity);
             clear_dead_values(values_of(at.index) + half * kOwnAt, Shape::kSlabs / 2,
-                              unit * kAttendedKeys + part * Shape::kValueKeys, Shape::kValueKeys, segment.band, half + 1);
+                              unit * kAttendedKeys + part * Shape::kValueKeys, Shape::kValueKeys, segment.band,
+                              half + 1);
             at.next();
           }
         }
@@ -743,7 +763,8 @@ class WideAttention {
         const float factor = factors_of(slot.index)[lane_row() + 8 * h];
         const int row = row_begin + lane_row() + 8 * h, of = row / heads;
         if (of < segment.token_begin || of >= segment.token_end) continue;
-        float* out = a.out.values + of * a.out.stride + (kv_head * heads + row % heads) * kDim + half * 256 + threadIdx.x % 4 * 2;
+        float* out = a.out.values + of * a.out.stride + (kv_head * heads + row % heads) * kDim + half * 256 +
+                     threadIdx.x % 4 * 2;
         store_row(out, sums, h, factor);
       }
       warp_arrive(weights_empty + slot.index);
@@ -777,6 +798,6 @@ struct PrefillAttentionKernel {
   int key_box[2], value_box[2];  // rows, slabs
 };
 PrefillAttentionKernel narrow_attention(int head_dim);
-PrefillAttentionKernel wide_attention(int variant);
+PrefillAttentionKernel wide_attention();
 
 }  // namespace beryl::cuda

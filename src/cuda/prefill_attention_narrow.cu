@@ -9,7 +9,7 @@ namespace {
 template <int kDim>
 PrefillAttentionKernel kernel_of() {
   using Shape = NarrowAttentionShape<kDim>;
-  return {narrow_attention_kernel<kDim>,    Shape::kGroups * kAttendedRows, 1, Shape::kThreads, Shape::kSharedBytes,
+  return {narrow_attention_kernel<kDim>,  Shape::kGroups * kAttendedRows, 1, Shape::kThreads, Shape::kSharedBytes,
           {kAttendedKeys, Shape::kSlabs}, {kAttendedKeys, Shape::kSlabs}};
 }
 
