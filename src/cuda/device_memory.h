@@ -80,6 +80,7 @@ struct MemoryLayout {
   int expert_index = -1;                        // begin, active, pairs
   int expert_gate = -1, expert_up = -1, expert_down = -1;
   int partial_sums = -1, partial_state = -1;
+  int widened = -1;                             // one layer's FP8 cache as bf16
   int max_splits = 0, partial_tokens = 0;
   int sample_values = -1, sample_scratch = -1, sampled = -1;
 

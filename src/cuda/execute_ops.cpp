@@ -233,7 +233,8 @@ void CudaExecutor::execute(const Attention& op) {
   args.softcap = op.softcap;
   args.n_tokens = static_cast<int>(n_tokens_);
   if (n_tokens_ > kSplitTokens) {
-    if (device_.prefill_products && takes_prefill_attention(args)) launch_prefill_attention(context_, args);
+    auto* widened = buffers_.as<void>(layout_.widened);
+    if (device_.prefill_products && takes_prefill_attention(args, widened)) launch_prefill_attention(context_, args, widened);
     else launch_attention_whole(context_, args);
     return;
   }

@@ -43,17 +43,78 @@ bool is_multiple(RowsView rows, int floats) {
          rows.stride % floats == 0;
 }
 
-}  // namespace
-
-bool takes_prefill_attention(const AttentionArgs& args) {
-  const int dim = args.cache.head_dim;
-  return args.cache.element == CacheElement::kBf16 && (dim == 64 || dim == 128 || dim == 256 || dim == 512) &&
-         args.cache_rows > 0 && is_multiple(args.q, 4) && is_multiple(args.out, 2);
+// FP8 caches: codes times their row's scale, as bf16 at the same place of the scratch. A warp takes a page of one KV head,
+// keys or values, at a time; of the pages that some row reads, and of those only positions that are live.
+struct WidenArgs {
+  AttentionArgs attention;
+  uint16_t* out;  // [keys, values][cache_rows][head_dim]
+};
+constexpr int kWidenThreads = 256;
+__global__ void __launch_bounds__(kWidenThreads) widen_cache_kernel(WidenArgs args) {
+#if BERYL_WGMMA
+  grid_wait();
+  const AttentionArgs& a = args.attention;
+  const int lane = static_cast<int>(threadIdx.x) % 32, n_kv = a.cache.n_kv_heads, pieces = a.cache.head_dim / 16;
+  const int n_warps = static_cast<int>(gridDim.x * blockDim.x) / 32;
+  int item = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
+#pragma unroll 1
+  for (int token = 0; token < a.n_tokens;) {
+    const RowSegment segment = segment_from(a, token, a.n_tokens);
+    token = segment.token_end;
+    const int32_t* table = a.token.table + int64_t{segment.sequence} * a.token.n_entries;
+    const int n_items = (segment.unit_end - segment.unit_begin) * n_kv * 2;
+#pragma unroll 1
+    for (; item < n_items; item += n_warps) {
+      const int unit = segment.unit_begin + item / (2 * n_kv), head = item / 2 % n_kv, is_value = item % 2;
+      const int64_t first_row =
+          (int64_t{table[table_entry(unit * kPageTokens, a.token.n_entries)]} * n_kv + head) * kPageTokens;
+      const auto* codes = static_cast<const uint8_t*>(is_value ? a.cache.values : a.cache.keys) + first_row * a.cache.head_dim;
+      const float* scales = (is_value ? a.cache.value_scales : a.cache.key_scales) + first_row;
+      uint16_t* out = args.out + (is_value * a.cache_rows + first_row) * a.cache.head_dim;
+#pragma unroll 4
+      for (int i = lane; i < kPageTokens * pieces; i += 32) {
+        const int row = i / pieces, position = unit * kPageTokens + row;
+        if (position < segment.band.begin || position >= segment.band.end) continue;
+        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(codes) + i);
+        const float scale = __ldcg(scales + row);
+        const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+        uint32_t wide[8];
+#pragma unroll
+        for (int w = 0; w < 8; ++w) {
+          const uint32_t pair = widen_e4m3(__byte_perm(words[w / 2], 0, w % 2 == 0 ? 0x1404 : 0x3424));
+          wide[w] = pair_of_bf16(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xffff0000u) * scale);
+        }
+        auto* to = reinterpret_cast<uint4*>(out) + 2 * i;
+        to[0] = make_uint4(wide[0], wide[1], wide[2], wide[3]);
+        to[1] = make_uint4(wide[4], wide[5], wide[6], wide[7]);
+      }
+    }
+    item -= n_items;
+  }
+#endif
 }
 
-void launch_prefill_attention(const LaunchContext& context, const AttentionArgs& args) {
-  BERYL_CHECK(takes_prefill_attention(args) && args.first_token == 0, "attention that this kernel takes");
-  const CacheView& cache = args.cache;
+}  // namespace
+
+bool takes_prefill_attention(const AttentionArgs& args, const void* scratch) {
+  const bool element = args.cache.element == CacheElement::kBf16 ||
+                       (args.cache.element == CacheElement::kFp8 && scratch != nullptr);
+  return element && has_prefill_heads(args.cache.head_dim) && args.cache_rows > 0 && is_multiple(args.q, 4) &&
+         is_multiple(args.out, 2);
+}
+
+void launch_prefill_attention(const LaunchContext& context, const AttentionArgs& args, void* scratch) {
+  BERYL_CHECK(takes_prefill_attention(args, scratch) && args.first_token == 0, "attention that this kernel takes");
+  CacheView cache = args.cache;
+  if (cache.element == CacheElement::kFp8) {
+    int device = 0, n_sms = 0;
+    check(cudaGetDevice(&device), "Attention");
+    check(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device), "Attention");
+    launch(context, {.grid = static_cast<unsigned>(4 * n_sms), .block = kWidenThreads, .name = "Attention, widening the cache"},
+           widen_cache_kernel, WidenArgs{args, static_cast<uint16_t*>(scratch)});
+    cache.keys = scratch;
+    cache.values = static_cast<uint16_t*>(scratch) + args.cache_rows * cache.head_dim;
+  }
   const PrefillAttentionKernel kernel = cache.head_dim == 512 ? wide_attention() : narrow_attention(cache.head_dim);
   PrefillAttentionArgs attention = {};
   attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.key_box);

@@ -84,8 +84,9 @@ struct RowSegment {
   Band band;
   int unit_begin, unit_end;
 };
-// All lanes of a warp, with the same arguments.
-__device__ __forceinline__ RowSegment segment_from(const PrefillAttentionArgs& a, int token_begin, int last) {
+// All lanes of a warp, with the same arguments. Args: has token and window.
+template <class Args>
+__device__ __forceinline__ RowSegment segment_from(const Args& a, int token_begin, int last) {
   RowSegment segment = {token_begin, last, a.token.sequences[token_begin], {}, 0, 0};
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int base = token_begin; base < last; base += 32) {
