@@ -12,7 +12,7 @@
 # table of the steps and the speeds. Exit status: how many steps failed.
 set -u
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-programs="beryl cuda_test cuda_model_test batch_bench prefill_bench"
+programs="beryl cuda_test cuda_model_test batch_bench prefill_bench attention_bench"
 
 if [ "${1:-}" = --pack ]; then
   build=${2:?the build folder} folder=${3:?the folder to fill}
@@ -22,7 +22,7 @@ if [ "${1:-}" = --pack ]; then
     cp "$build/$program" "$folder/" && strip "$folder/$program"
   done
   # All but what every machine has, and the driver's own.
-  ldd "$folder"/{beryl,cuda_test,cuda_model_test,batch_bench,prefill_bench} | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u |
+  ldd "$folder"/{beryl,cuda_test,cuda_model_test,batch_bench,prefill_bench,attention_bench} | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u |
     grep -Ev '/(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|libcuda)\.so' | xargs -r cp -Lt "$folder/lib"
   du -sh "$folder"
   exit 0
@@ -103,7 +103,8 @@ if wants sanitizers && has compute-sanitizer sanitizers; then
   codecs='{fp4_g128,nvfp4,mxfp4,q4_0,q4_1,q5_0,q5_1,q8_0,q4_k,q5_k,q6_k,fp8,bf16,f16,f32}'
   cases() { local IFS=:; echo "$*"; }
   linear=$(eval "cases '*'/CudaOps*/Linear_${codecs}_{33_x_'*'_1_rows_norm_residual,257_x_'*'_5_rows,47_'*'_gated_gelu_'*',37_x_'*'_130_rows}")
-  attention=$(cases '*/Attention_*_512_1' '*/Attention_*_58_13' '*/Attention_SmolLM2*_0_130' '*/Attention_*sliding_0_1_511_*')
+  attention=$(cases '*/Attention_*_512_1' '*/Attention_*_58_13' '*/Attention_SmolLM2*_0_130' '*/Attention_Gemma_4_global_0_40_*' \
+    '*/Attention_Gemma_4_sliding_window_128_*' '*/Attention_Gemma_3_27B_sliding_60_70' '*/Attention_Llama_1B_0_50_*' '*/Attention_*sliding_0_1_511_*')
   cache=$(cases '*/QkvFinish_*_63_3_0_5_127_1' '*/QkvFinish_Gemma_4_E2B_*sharing*' '*/CopyPages_*')
   rows=$(cases '*/AddNorm_*_640_*' '*/AddNorm_*_17_rows' '*/AddNorm_3840_*_1_rows' '*/Embed_*_640_scaled' '*/GatherRows_640*')
   choice=$(cases '*/Route_*' '*/Experts_*_rows' '*/Sample_greedy' '*/Sample_all_filters*' '*/Sample_mask' '*/Sample_penalties' \
@@ -145,14 +146,18 @@ if wants decode; then
   gather "$gpu-decode.json" decode.1 decode.2 decode.3 decode.4
 fi
 if wants prefill; then
-  bench prefill.1 70 prefill -p 512,2048,8192 -n 0
-  gather "$gpu-prefill.json" prefill.1
+  bench prefill.1 70 prefill -p 512,2048,8192,32768 -n 0
+  bench prefill.2 30 "prefill, fp8 cache" -p 8192 -n 0 --cache fp8
+  bench prefill.3 30 "prefill, chunks of 512" -p 2048,8192 -n 0 --chunk 512
+  gather "$gpu-prefill.json" prefill.1 prefill.2 prefill.3
 fi
 if wants ops; then
   step "ops of a step" 30 "$gpu-ops.md" "$build/beryl" bench --synthetic "$model" --device cuda -d 4096 -r 5 --ops
   step "products of many rows, checked" 40 "$gpu-batch-check.txt" "$build/batch_bench" check
   step "products of many rows" 40 "$gpu-batch.txt" "$build/batch_bench" chain fp4_g128
   step "products of prompts, checked" 30 "$gpu-prefill-check.txt" "$build/prefill_bench" check
+  step "attention of prompts, checked" 30 "$gpu-prefill-attention-check.txt" "$build/attention_bench" check
+  step "attention of prompts" 30 "$gpu-prefill-attention.txt" "$build/attention_bench" speed
   step "products of prompts" 40 "$gpu-prefill-products.txt" "$build/prefill_bench" speed fp4_g128 q4_0 q4_k q6_k q8_0 fp8 bf16
 fi
 if wants counters && has ncu "hardware counters"; then

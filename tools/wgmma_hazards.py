@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Registers that tensor cores still read must not be written: wgmma takes operands from registers while the warp goes on,
-and nothing but the compiler's good will keeps other instructions from writing them before the wait
+"""Registers that tensor cores still read must not be written: wgmma takes operands from registers while the warp goes
+on, and nothing but the compiler's good will keeps other instructions from writing them before the wait
 (src/cuda/prefill_wgmma.cuh).
 
     cuobjdump -xelf all prefill_e2m1.cu.o && nvdisasm -c *.cubin | tools/wgmma_hazards.py
+    ... prefill_attention_wide.cu.o ...                          | tools/wgmma_hazards.py --full-waits 1
 
-Reads each kernel's innermost loop around its HGMMA instructions, twice in a row, and follows which groups are under way.
-Exit status 1: a hazard was found, or a kernel waits for every group (serialised)."""
+Reads each kernel's innermost loops around HGMMA instructions, each twice in a row, and follows which groups are under
+way. Exit status 1: a hazard was found, or a loop waits for every group more often than is meant (serialised)."""
+import argparse
 import re
 import sys
 
@@ -44,28 +46,42 @@ def hazards(body):
     return found, n_products // 2
 
 
+def loops_of(lines):
+    """(begin, end) of each innermost loop that has HGMMA."""
+    labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    jumps = [(labels[m.group(1)], i) for i, line in enumerate(lines)
+             if (m := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels[m.group(1)] < i]
+    # The shortest first. What overlaps one of them is a loop around it, or a wait that is repeated out of line.
+    found, covered = [], set()
+    for begin, end in sorted(jumps, key=lambda loop: loop[1] - loop[0]):
+        inside = {i for i in products if begin < i < end}
+        if inside and not inside & covered:
+            found.append((begin, end))
+            covered |= inside
+    return sorted(found)
+
+
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--full-waits", type=int, default=0, help="so many waits for every group in a loop are meant")
+    full_waits = parser.parse_args().full_waits
     failed = False
     for text in re.split(r"\n\.text\.", sys.stdin.read())[1:]:
         lines = text.split("\n")
-        products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-        if not products:
+        if not any("HGMMA" in line for line in lines):
             continue
-        labels = {m.group(1): i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
-        jumps = [(labels[m.group(1)], i) for i, line in enumerate(lines)
-                 if (m := re.search(r"BRA.*`\((\.L_x_\d+)\)", line))]
-        loops = [(begin, end) for begin, end in jumps if begin < products[0] and end > products[-1]]
+        name, loops = lines[0].split(":")[0], loops_of(lines)
         if not loops:
-            print(lines[0].split(":")[0], "has no loop around its products")
+            print(name, "has no loop around its products")
             failed = True
-            continue
-        begin, end = min(loops, key=lambda loop: loop[1] - loop[0])
-        found, n_products = hazards(lines[begin:end + 1])
-        serial = sum("DEPBAR.LE gsb0, 0x0" in line for line in lines[begin:end])
-        print(f"{lines[0].split(':')[0]}: {n_products} products, {len(found)} hazards, {serial} full waits")
-        for line in found:
-            print("   ", line)
-        failed |= bool(found) or serial > 0
+        for begin, end in loops:
+            found, n_products = hazards(lines[begin:end + 1])
+            serial = sum("DEPBAR.LE gsb0, 0x0" in line for line in lines[begin:end])
+            print(f"{name}: {n_products} products, {len(found)} hazards, {serial} full waits")
+            for line in found:
+                print("   ", line)
+            failed |= bool(found) or serial > full_waits
     return failed
 
 

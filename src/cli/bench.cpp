@@ -47,7 +47,7 @@ struct BenchOptions {
   std::vector<int64_t> streams = {1};
   std::vector<int64_t> allocated = {0};
   std::vector<std::string> caches = {"default"};
-  int64_t chunk_tokens = 512;
+  int64_t chunk_tokens = 0;         // 0: chosen by the device
   int64_t n_repetitions = 5;
   std::string output = "md";
   bool ops = false;
@@ -132,7 +132,7 @@ BenchSubject describe_subject(const Model& model, const BenchOptions& options, c
 
 // llama-bench's field names, so that its readers read this too; n_streams, n_allocated, median_ts and build_version are ours.
 nlohmann::ordered_json to_json(const BenchResult& result, const BenchSubject& subject, const Backend& backend, std::string_view cache,
-                               const BenchOptions& options) {
+                               int chunk_tokens, const BenchOptions& options) {
   const std::vector<double> speeds = result.tokens_per_second();
   std::vector<int64_t> nanoseconds;
   for (double seconds : result.seconds) nanoseconds.push_back(static_cast<int64_t>(seconds * 1e9));
@@ -145,8 +145,8 @@ nlohmann::ordered_json to_json(const BenchResult& result, const BenchSubject& su
           {"model_type", subject.type},
           {"model_size", subject.weight_bytes},
           {"model_n_params", subject.n_parameters},
-          {"n_batch", options.chunk_tokens},
-          {"n_ubatch", options.chunk_tokens},
+          {"n_batch", chunk_tokens},
+          {"n_ubatch", chunk_tokens},
           {"n_threads", options.device.n_threads > 0 ? options.device.n_threads : int64_t{std::thread::hardware_concurrency()}},
           {"type_k", cache},
           {"type_v", cache},
@@ -272,11 +272,12 @@ class Bench {
       // A table half of one device and half of another would mislead.
       const std::unique_ptr<BenchRunner> runner = n_results_ == 0 ? load_on(options_.device, backend_, make) : make(*backend_);
       for (const BenchCase& what : cases_)
-        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(runner->cache_element_bytes()));
+        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(runner->cache_element_bytes()),
+               runner->chunk_tokens());
     }
   }
 
-  void report(const BenchResult& result, const BenchSubject& subject, std::string_view cache) {
+  void report(const BenchResult& result, const BenchSubject& subject, std::string_view cache, int chunk_tokens) {
     const bool first = n_results_++ == 0;
     if (options_.output == "md") {
       if (first) write_output("| model | cache | test | t/s | sd | median |\n|---|---|---|---:|---:|---:|\n");
@@ -286,7 +287,7 @@ class Bench {
                                mean(speeds), standard_deviation(speeds), median(speeds)));
       return;
     }
-    nlohmann::ordered_json line = to_json(result, subject, *backend_, cache, options_);
+    nlohmann::ordered_json line = to_json(result, subject, *backend_, cache, chunk_tokens, options_);
     if (options_.output == "jsonl")
       write_output(line.dump() + "\n");
     else
@@ -322,7 +323,7 @@ Command add_bench_command(CLI::App& program) {
   add_integers(*app, "--allocate", options->allocated, 0, kMaxPositions,
                "positions the cache is made for; 0: as many as the longest case needs");
   add_choices(*app, "--cache", options->caches, {"default", "f32", "bf16", "fp8"}, "element types of the cache");
-  add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 20, "rows of a prefill step");
+  add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 20, "rows of a prefill step (default 512; on a GPU up to 2048, as memory allows)");
   add_integer(*app, "-r", options->n_repetitions, 1, 10000, "repetitions, after one or two that are not counted");
   add_choice(*app, "-o", options->output, {"md", "json", "jsonl"},
              "output: a Markdown table, or JSON (jsonl: a line a result, as it comes) with llama-bench's field names");

@@ -20,6 +20,7 @@
 #include "cli/options.h"
 #include "cli/reply_writer.h"
 #include "cli/text_input.h"
+#include "engine/fit.h"
 #include "engine/generate.h"
 #include "model/memory_plan.h"
 #include "model/model.h"
@@ -33,6 +34,7 @@ constexpr int64_t kDefaultContext = 4096;
 // Room for a reply behind a prompt that alone fills the default context.
 constexpr int64_t kReplyRoom = 1024;
 constexpr std::string_view kBuiltInTemplate = "built-in";
+constexpr int kHostChunk = 256;
 
 struct RunOptions {
   std::string model;
@@ -48,7 +50,7 @@ struct RunOptions {
   bool verbose = false;
   int64_t max_new = INT64_MAX;
   int64_t context = 0;   // 0: see choose_context
-  int64_t chunk_tokens = 256;
+  int64_t chunk_tokens = 0;         // 0: chosen by the device
   double temperature = 0.7;
   int64_t top_k = 40;
   double top_p = 0.95;
@@ -197,9 +199,11 @@ class Runner {
   void prepare(int64_t n_prompt) {
     RunLimits run;
     run.context = choose_context(n_prompt);
-    run.chunk_tokens = static_cast<int>(std::min(options_.chunk_tokens, run.context));
-    stepper_ = load_on(options_.device, backend_,
-                       [&](Backend& backend) { return std::make_unique<Stepper>(model_.program, run, backend); });
+    stepper_ = load_on(options_.device, backend_, [&](Backend& backend) {
+      run.chunk_tokens = options_.chunk_tokens > 0 ? static_cast<int>(std::min(options_.chunk_tokens, run.context))
+                                                   : fitting_chunk(model_.program, run, backend, kHostChunk);
+      return std::make_unique<Stepper>(model_.program, run, backend);
+    });
     load_seconds_ = seconds_since(start_);
   }
 
@@ -360,7 +364,7 @@ Command add_run_command(CLI::App& program) {
   const std::string machine = "Machine";
   add_device_options(*app, options->device, machine);
   add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 16,
-              "tokens of the prompt that are read at once (default 256)")
+              "tokens of the prompt that are read at once (default 256; on a GPU up to 2048, as memory allows)")
       ->group(machine);
 
   const std::string details = "Details";

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "cuda/device_check.h"
+#include "cuda/prefill_attention.h"
 #include "cuda/index_math.h"
 
 namespace beryl::cuda {
@@ -194,7 +195,7 @@ class LayoutBuilder {
   }
 
   void lay_scratch() {
-    int64_t normed = 0, gated = 0, batch_bytes = 0, prefill_bytes = 0, route_logits = 0, expert_index = 0, expert_gate = 0, expert_down = 0, partial = 0;
+    int64_t normed = 0, gated = 0, batch_bytes = 0, prefill_bytes = 0, route_logits = 0, expert_index = 0, expert_gate = 0, expert_down = 0, partial = 0, widened = 0;
     const auto grow = [](int64_t& bytes, int64_t needed) { bytes = std::max(bytes, needed); };
     bool samples = false;
     for (size_t index = 0; index < program_.ops.size(); ++index) {
@@ -245,6 +246,11 @@ class LayoutBuilder {
         layout_.max_splits = std::max(layout_.max_splits, splits);
         grow(partial, int64_t{attention->n_heads} * cache.head_dim * 4);
         heads_ = std::max(heads_, attention->n_heads);
+        if (layout_.cache_element == CacheElement::kFp8 && device_.prefill_products && limits_.max_tokens > kSplitTokens &&
+            has_prefill_heads(cache.head_dim)) {
+          const int64_t n_pages = limits_.n_pages[static_cast<size_t>(cache.group)];
+          grow(widened, widened_bytes(n_pages * cache.n_kv_heads * kPageTokens, cache.head_dim));
+        }
       } else if (std::holds_alternative<Sample>(op)) {
         samples = true;
         if (program_.vocab > kMaxVocab)
@@ -274,6 +280,7 @@ class LayoutBuilder {
       layout_.partial_state =
           scratch("attention states", int64_t{layout_.partial_tokens} * heads_ * layout_.max_splits * 8);
     }
+    layout_.widened = scratch("cache as bf16", widened);
     if (samples) {
       const int64_t rows = limits_.max_outputs;
       layout_.sample_values = scratch("sampler values", rows * program_.vocab * 4);

@@ -80,6 +80,7 @@ struct MemoryLayout {
   int expert_index = -1;                        // begin, active, pairs
   int expert_gate = -1, expert_up = -1, expert_down = -1;
   int partial_sums = -1, partial_state = -1;
+  int widened = -1;                             // one layer's FP8 cache as bf16
   int max_splits = 0, partial_tokens = 0;
   int sample_values = -1, sample_scratch = -1, sampled = -1;
 
@@ -95,8 +96,8 @@ struct DeviceProperties {
   bool has_fp8_cache = true;
   // Several ops in one launch of the decode kernel; with BERYL_WHOLE_STEPS=0 one op a launch, by the same code and with the same bits.
   bool whole_steps = true;
-  // Products of more than kBatchRows rows by prefill_linear.h. BERYL_PREFILL=0: expanded weights and pairs of bf16 instead,
-  // as where there is no such product: slower, and nearly f32.
+  // Products of more than kBatchRows rows by prefill_linear.h, attention of more than kSplitTokens by prefill_attention.h.
+  // BERYL_PREFILL=0: expanded weights and pairs of bf16 instead, as where there is no such product: slower, and nearly f32.
   bool prefill_products = false;
   MatvecDevice matvec;
 };

@@ -4,6 +4,7 @@
 
 #include "cuda/cuda_executor.h"
 #include "cuda/index_math.h"
+#include "cuda/prefill_attention.h"
 
 namespace beryl::cuda {
 
@@ -227,12 +228,16 @@ void CudaExecutor::execute(const Attention& op) {
   args.token = token_view(op.cache);
   args.cache = cache_view(op.cache);
   args.n_heads = op.n_heads;
-  args.window = program_.groups[static_cast<size_t>(program_.caches[static_cast<size_t>(op.cache)].group)].window;
+  const auto group = static_cast<size_t>(program_.caches[static_cast<size_t>(op.cache)].group);
+  args.window = program_.groups[group].window;
+  args.cache_rows = int64_t{limits_.n_pages[group]} * args.cache.n_kv_heads * kPageTokens;
   args.scale = op.scale;
   args.softcap = op.softcap;
   args.n_tokens = static_cast<int>(n_tokens_);
   if (n_tokens_ > kSplitTokens) {
-    launch_attention_whole(context_, args);
+    auto* widened = buffers_.as<void>(layout_.widened);
+    if (device_.prefill_products && takes_prefill_attention(args, widened)) launch_prefill_attention(context_, args, widened);
+    else launch_attention_whole(context_, args);
     return;
   }
   args.partial_sums = buffers_.as<float>(layout_.partial_sums);

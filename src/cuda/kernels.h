@@ -190,7 +190,7 @@ struct QkvFinishArgs {
 };
 void launch_qkv_finish(const LaunchContext& context, const QkvFinishArgs& args, int64_t n_tokens);
 
-// ---- attention.cu, attention_mma.cuh ----
+// ---- attention.cu, attention_mma.cuh; prefill_attention.h has another for many rows ----
 struct AttentionArgs {
   RowsView q;
   RowsView out;
@@ -206,6 +206,7 @@ struct AttentionArgs {
   float* partial_sums;              // [n_tokens][n_heads][max_splits][head_dim]
   float2* partial_state;            // [n_tokens][n_heads][max_splits]
   int max_splits;
+  int64_t cache_rows;               // of the pool: pages · KV heads · kPageTokens
 };
 // Splits the keys over blocks and merges: for up to as many tokens as the partials hold. n_splits: how many splits the
 // grid holds, at least those of every token (index_math.h: most_splits).

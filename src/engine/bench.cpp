@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/rng.h"
+#include "engine/fit.h"
 #include "engine/generate.h"
 
 namespace beryl {
@@ -27,16 +28,19 @@ std::vector<int32_t> random_ids(int64_t n, int64_t vocab, int stream) {
 
 constexpr int kPromptStreams = 1 << 20;   // the timed prompts' ids: other streams than those of the depths
 
-RunLimits limits_of(const std::vector<BenchCase>& cases, int64_t allocated, int chunk_tokens, CacheType cache_type) {
+constexpr int kHostChunk = 512;
+
+RunLimits limits_of(const Program& program, const Backend& backend, const std::vector<BenchCase>& cases, int64_t allocated,
+                    int chunk_tokens, CacheType cache_type) {
   RunLimits run;
   run.context = std::max<int64_t>(allocated, 1);
   for (const BenchCase& what : cases) {
     run.context = std::max(run.context, what.n_depth + what.n_prompt + what.n_gen);
     run.n_sequences = std::max(run.n_sequences, what.n_streams);
   }
-  run.chunk_tokens = chunk_tokens;
   run.n_outputs = run.n_sequences;
   run.cache_type = cache_type;
+  run.chunk_tokens = chunk_tokens > 0 ? chunk_tokens : fitting_chunk(program, run, backend, kHostChunk);
   return run;
 }
 
@@ -71,7 +75,7 @@ std::vector<double> BenchResult::tokens_per_second() const {
 BenchRunner::BenchRunner(const Program& program, Backend& backend, const std::vector<BenchCase>& cases, int64_t allocated,
                          int chunk_tokens, CacheType cache_type)
     : vocab_(program.vocab),
-      stepper_(program, limits_of(cases, allocated, chunk_tokens, cache_type), backend) {
+      stepper_(program, limits_of(program, backend, cases, allocated, chunk_tokens, cache_type), backend) {
   int n_sequences = 1;
   for (const BenchCase& what : cases) n_sequences = std::max(n_sequences, what.n_streams);
   held_.resize(static_cast<size_t>(n_sequences), 0);

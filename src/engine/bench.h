@@ -34,7 +34,8 @@ double median(std::vector<double> values);
 // Measures cases of one program on one load of its weights, with caches for the largest of them.
 class BenchRunner {
  public:
-  // allocated: positions that each sequence's cache is made for, at least what the cases need; 0: that.
+  // allocated: positions that each sequence's cache is made for, at least what the cases need; 0: that. chunk_tokens 0: as
+  // fitting_chunk says.
   BenchRunner(const Program& program, Backend& backend, const std::vector<BenchCase>& cases, int64_t allocated, int chunk_tokens,
               CacheType cache_type);
 
@@ -42,6 +43,7 @@ class BenchRunner {
   // the backend does so. Each repetition begins at the same depth. Token ids are random, the same in every repetition; decoding is
   // greedy and feeds itself (Stepper::advance): the host reads no id in between.
   BenchResult run(const BenchCase& what, int n_repetitions);
+  int chunk_tokens() const { return stepper_.chunk_tokens(); }
   int cache_element_bytes() { return stepper_.executor().cache_element_bytes(); }
 
  private:

@@ -12,6 +12,10 @@ namespace {
 // Below this share of the whole it is the driver's own memory, not worth a word.
 constexpr int64_t kWorthAWord = 16;
 
+// Of prompts, measured (docs/performance.md).
+constexpr int kLargestChunk = 2048;
+constexpr int64_t kChunkShare = 16;
+
 int64_t needed_bytes(const Program& program, const RunLimits& run, const Backend& backend) {
   return backend.taken_bytes(plan_memory(program, run, backend).allocations);
 }
@@ -60,6 +64,20 @@ void require_memory(const Program& program, const RunLimits& run, const Backend&
   const int64_t context = largest_context(program, run, backend, memory->free_bytes);
   text += context > 0 ? fmt::format("; {} would fit", run_words(run, context)) : "; no context fits";
   throw Error(ErrorCode::kOutOfMemory, text);
+}
+
+int fitting_chunk(const Program& program, RunLimits run, const Backend& backend, int otherwise) {
+  const auto within = [&](int chunk) { return static_cast<int>(std::min<int64_t>(chunk, run.context)); };
+  const std::optional<DeviceMemory> memory = backend.memory();
+  if (!memory) return within(otherwise);
+  const auto bytes = [&](int chunk) {
+    run.chunk_tokens = within(chunk);
+    return needed_bytes(program, run, backend);
+  };
+  const int64_t base = bytes(otherwise), most = std::min(memory->free_bytes, base + memory->total_bytes / kChunkShare);
+  for (int chunk = kLargestChunk; chunk > otherwise; chunk /= 2)
+    if (bytes(chunk) <= most) return within(chunk);
+  return within(otherwise);
 }
 
 }  // namespace beryl

@@ -16,4 +16,9 @@ int64_t largest_context(const Program& program, RunLimits run, const Backend& ba
 // is free, and which context would fit. Nothing to say of backends without memory of their own.
 void require_memory(const Program& program, const RunLimits& run, const Backend& backend);
 
+// Rows of a prompt that a step should take: larger chunks are faster on a GPU, and cost activations and slack in the sliding caches.
+// The largest of 2,048, 1,024, ... above `otherwise` that fits and takes at most a sixteenth of the device's memory beyond what a
+// chunk of `otherwise` takes; `otherwise` if none does, and where the backend has no memory of its own. Never more than the context.
+int fitting_chunk(const Program& program, RunLimits run, const Backend& backend, int otherwise);
+
 }  // namespace beryl

@@ -118,6 +118,33 @@ TEST_F(FitTest, AStepperIsRefusedBeforeAnythingIsAllocated) {
   EXPECT_EQ(device_.n_prepared, 1);
 }
 
+TEST_F(FitTest, ChoosesTheLargestChunkThatTakesLittleOfTheMemory) {
+  RunLimits run;
+  run.context = 8192;
+  const auto needed_with = [&](int chunk) {
+    RunLimits with = run;
+    with.chunk_tokens = chunk;
+    return needed(with, run.context);
+  };
+  const int64_t extra = needed_with(1024) - needed_with(256);
+  ASSERT_GT(extra, 0);
+  const auto chosen = [&](int64_t total, int64_t free) {
+    device_.set_memory(total, free);
+    return fitting_chunk(model_.program, run, device_, 256);
+  };
+  const int64_t much = int64_t{1} << 40;
+  EXPECT_EQ(chosen(much, much), 2048);
+  EXPECT_EQ(chosen(16 * extra, much), 1024);
+  EXPECT_EQ(chosen(16 * extra - 16, much), 512);
+  EXPECT_EQ(chosen(much, needed_with(512)), 512);
+  EXPECT_EQ(chosen(much, needed_with(512) - 1), 256);
+  EXPECT_EQ(chosen(much, 0), 256);
+  run.context = 700;
+  EXPECT_EQ(chosen(much, much), 700);
+  const std::unique_ptr<Backend> host = make_reference_backend(1);
+  EXPECT_EQ(fitting_chunk(model_.program, run, *host, 256), 256);
+}
+
 TEST_F(FitTest, HostBackendsLeaveItToTheMachine) {
   RunLimits run;
   run.context = int64_t{1} << 20;

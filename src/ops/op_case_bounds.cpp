@@ -85,7 +85,7 @@ class Expecter {
       : data_(data), program_(data.program), limits_(limits), input_(input), rows_(rows), cache_(cache),
         u_activation_(tolerance.activation_roundoff), u_cache_(tolerance.cache_roundoff),
         u_sum_(tolerance.accumulate_roundoff), fixed_point_(tolerance.operand_fixed_point), integer_step_(tolerance.integer_step),
-        u_weight_(tolerance.weight_roundoff), exact_rows_(tolerance.exact_rows) {
+        u_weight_(tolerance.weight_roundoff), u_prompt_(tolerance.prompt_roundoff), exact_rows_(tolerance.exact_rows) {
     // Of gelu, silu and their kind, relative to the argument: a few roundings, and where activations are coarse a
     // hardware approximation that is still finer than they are.
     u_function_ = 8 * u_sum_ + u_activation_ / 2;
@@ -188,7 +188,8 @@ class Expecter {
     const auto d = static_cast<size_t>(cache.head_dim);
     const int64_t heads_per_kv = op.n_heads / cache.n_kv_heads;
     // A cache whose values are its unrotated keys may be kept as one vector: then the other is made from it on the way.
-    const double u_key = one_vector(op.cache) ? 2 * u_activation_ : 0;
+    const double u_operand = input_.n_tokens() > exact_rows_ ? u_prompt_ : 0;
+    const double u_key = (one_vector(op.cache) ? 2 * u_activation_ : 0) + u_operand;
     ExpectedRows out = empty_rows(op.out);
     Values scores, errors;
     std::vector<TermSums> sums(d);
@@ -243,7 +244,7 @@ class Expecter {
         const double factor = of_total.total() + (growth(n_live) + 4) * u_sum_;
         std::fill(sums.begin(), sums.end(), TermSums{});
         for (size_t m = 0; m < scores.size(); ++m) {
-          const double relative = errors[m] + u_activation_ + 4 * u_sum_;   // p may be rounded before it meets v
+          const double relative = errors[m] + u_activation_ + u_operand + 4 * u_sum_;   // p may be rounded before it meets v
           for (size_t c = 0; c < d; ++c) sums[c].add(scores[m] * static_cast<double>(values[m][c]), relative);
         }
         for (size_t c = 0; c < d; ++c) {
@@ -541,7 +542,7 @@ class Expecter {
   const StepInput& input_;
   const std::vector<std::vector<float>>& rows_;
   const CacheImage& cache_;
-  double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_weight_, u_function_;
+  double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_weight_, u_prompt_, u_function_;
   int exact_rows_;
 };
 

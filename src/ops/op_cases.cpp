@@ -505,6 +505,15 @@ void add_attentions(Table& table) {
   add_attention(table, {.geometry = kGeometries[8], .batch = {{0, 130}}});
   add_attention(table, {.geometry = kGeometries[8], .batch = {{250, 17}}});
 
+  // Prompts, for which backends have other products: all head sizes, two chunks that meet within a tile of rows, a ring.
+  add_attention(table, {.geometry = kGeometries[1], .batch = {{0, 40}, {129, 33}}});
+  Geometry short_window = kGeometries[0];
+  short_window.name = "Gemma 4 sliding, window 128";
+  short_window.window = 128;
+  add_attention(table, {.geometry = short_window, .batch = {{300, 70}}});
+  add_attention(table, {.geometry = kGeometries[5], .batch = {{60, 70}}});
+  add_attention(table, {.geometry = kGeometries[7], .batch = {{0, 50}, {511, 2}, {63, 20}}, .softcap = 20});
+
   // Ragged batches: decode rows and chunks of prompts side by side.
   add_attention(table, {.geometry = kGeometries[0], .batch = {{0, 3}, {1100, 1}, {64, 1}}});
   add_attention(table, {.geometry = kGeometries[1], .batch = {{255, 1}, {0, 6}, {513, 2}}});

@@ -32,8 +32,10 @@ struct Tolerance {
   double integer_step = 0;                // half a step of x in products with integer codes (Linear and Experts), relative to
                                           // the largest |x| of its 32 columns
   double weight_roundoff = 0;             // f32 and f16 matrices that the backend keeps in a narrower type
-  // Linear with more rows than this rounds x and weights to f16, where weights are BF16 x to bf16.
+  // Linear with more rows than this rounds x and weights to f16, where weights are BF16 x to bf16. Attention rounds q and
+  // the softmax's weights by prompt_roundoff.
   int exact_rows = INT_MAX;
+  double prompt_roundoff = 0;
 };
 
 // One sequence of a step: its tokens come in at positions context, context + 1, ...
