@@ -165,10 +165,11 @@ nlohmann::ordered_json to_json(const BenchResult& result, const BenchSubject& su
           {"samples_ts", speeds}};
 }
 
-const char* cache_words(int element_bytes) {
+const char* cache_words(const Backend& backend, int element_bytes) {
   switch (element_bytes) {
     case 1: return "fp8";
-    case 2: return "bf16";
+    case 2: return backend.memory() ? "bf16" : "f16";
+    case 8: return "f64";
     default: return "f32";
   }
 }
@@ -272,7 +273,7 @@ class Bench {
       // A table half of one device and half of another would mislead.
       const std::unique_ptr<BenchRunner> runner = n_results_ == 0 ? load_on(options_.device, backend_, make) : make(*backend_);
       for (const BenchCase& what : cases_)
-        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(runner->cache_element_bytes()));
+        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(*backend_, runner->cache_element_bytes()));
     }
   }
 
@@ -321,7 +322,8 @@ Command add_bench_command(CLI::App& program) {
   add_integers(*app, "-b", options->streams, 1, kMaxStreams, "sequences at once");
   add_integers(*app, "--allocate", options->allocated, 0, kMaxPositions,
                "positions the cache is made for; 0: as many as the longest case needs");
-  add_choices(*app, "--cache", options->caches, {"default", "f32", "bf16", "fp8"}, "element types of the cache");
+  add_choices(*app, "--cache", options->caches, {"default", "f32", "f16", "bf16", "fp8"},
+              "element types of the cache: f16 (the default) and f32 on the CPU; bf16 (the default), fp8 and f32 on a GPU");
   add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 20, "rows of a prefill step");
   add_integer(*app, "-r", options->n_repetitions, 1, 10000, "repetitions, after one or two that are not counted");
   add_choice(*app, "-o", options->output, {"md", "json", "jsonl"},

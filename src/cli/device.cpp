@@ -70,6 +70,7 @@ bool falls_back_to_cpu(const DeviceOptions& options, std::unique_ptr<Backend>& b
 
 CacheType cache_type_by_name(const std::string& name) {
   if (name == "f32") return CacheType::kF32;
+  if (name == "f16") return CacheType::kF16;
   if (name == "bf16") return CacheType::kBf16;
   if (name == "fp8") return CacheType::kFp8;
   return CacheType::kDefault;
