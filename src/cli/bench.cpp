@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <ctime>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,6 +53,7 @@ struct BenchOptions {
   std::string output = "md";
   bool ops = false;
   bool read = false;
+  bool names_formats = false;      // --format or --head was given
 };
 
 std::vector<Format> format_list(const char* option, const std::string& names) {
@@ -109,6 +111,23 @@ std::string processor_name() {
   return {};
 }
 
+// "Q6_K", or "Q6_K, where it fits; 12 of 31 matrices Q8_0": rows must be a whole number of blocks.
+std::string layer_formats(const Model& model, const SyntheticFormats& formats) {
+  const std::string wanted(info(formats.layers).name), head(info(formats.head).name);
+  std::map<std::string, int> others;
+  int n_parts = 0;
+  for (const WeightMatrix& matrix : model.weights->set.matrices)
+    for (const HostMatrix& part : matrix.parts) {
+      if (part.rows == model.config.vocab) continue;   // embedding and head
+      ++n_parts;
+      if (part.format != formats.layers) ++others[std::string(info(part.format).name)];
+    }
+  if (others.empty()) return wanted;
+  std::string text = wanted + " (does not fit all:";
+  for (const auto& [name, n] : others) text += fmt::format(" {} of {} are {}", n, n_parts, name);
+  return text + ")";
+}
+
 // What is the same for all results of a load.
 struct BenchSubject {
   std::string file;
@@ -121,7 +140,7 @@ BenchSubject describe_subject(const Model& model, const BenchOptions& options, c
   BenchSubject subject;
   subject.file = options.model;
   subject.type = formats == nullptr ? model.config.name
-                                    : fmt::format("{} {} head {}", options.synthetic, info(formats->layers).name,
+                                    : fmt::format("{} {} head {}", options.synthetic, layer_formats(model, *formats),
                                                   info(formats->head).name);
   for (const WeightMatrix& matrix : model.weights->set.matrices) {
     subject.weight_bytes += matrix.bytes();
@@ -242,6 +261,10 @@ class Bench {
     if (options_.read && options_.device.name == "cuda") throw UsageError("--read measures the host's memory; on a GPU --ops does, beside a model");
     if (options_.read) return print_read_speed(options_);
     if (options_.model.empty() == options_.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
+    if (options_.synthetic.empty() && options_.names_formats)
+      throw UsageError("--format and --head are for --synthetic: a file has the formats it has");
+    if (options_.device.name == "reference" && options_.caches != std::vector<std::string>{"default"})
+      throw UsageError("--cache: the reference's cache has double precision");
     std::vector<SyntheticFormats> formats = {{}};
     if (!options_.synthetic.empty()) formats = synthetic_formats(options_);
     if (!options_.ops) cases_ = bench_cases(options_);
@@ -339,7 +362,10 @@ Command add_bench_command(CLI::App& program) {
       "  beryl bench --synthetic gemma4-12b --format fp4_g128,q4_0 --head fp8,q8_0 --cache bf16,fp8 -o jsonl\n"
       "\n"
       "Every combination of the lists is measured; the weights are loaded once for each format, cache and --allocate.");
-  return {app, [options] { return Bench(*options).run(); }};
+  return {app, [app, options] {
+            options->names_formats = app->count("--format") + app->count("--head") > 0;
+            return Bench(*options).run();
+          }};
 }
 
 }  // namespace beryl::cli
