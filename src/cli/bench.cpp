@@ -111,7 +111,7 @@ std::string processor_name() {
   return {};
 }
 
-// "Q6_K", or "Q6_K, where it fits; 12 of 31 matrices Q8_0": rows must be a whole number of blocks.
+// "q6_k", or "q6_k (does not fit all: 180 of 210 are q8_0)": rows must be a whole number of blocks.
 std::string layer_formats(const Model& model, const SyntheticFormats& formats) {
   const std::string wanted(info(formats.layers).name), head(info(formats.head).name);
   std::map<std::string, int> others;
