@@ -1237,7 +1237,7 @@ class RealModelTest(CliTest):
                     self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=1e-2)
                 _, logits = self.trace(self.FILES[name], "--ids", ids_text(model["prompt"]), "--device", "cpu")["logits"]
                 for token, value in model["top_fp64"]:
-                    self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=0.5)
+                    self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=0.7)
 
     def test_a_quantised_copy_is_the_same_model_nearly(self):
         for name, path in self.FILES.items():
