@@ -9,8 +9,8 @@ file, for formats that they do not have.
 
 In each round every program runs once on each model and thread count, one after the other, and before them memory is read
 at full speed, because machines that are shared change theirs. Figures are tokens a second: median (least .. most) over the
-rounds; the ratio is beryl's median to the peer's; the share is of what the machine's read speed of the same rounds would
-allow if a token moved the file's weights once. Peers without the option --n-depth are compared at depth 0 only.
+rounds; the ratio is beryl's median to the peer's; the share is the median of what beryl reached of the read speed measured in the
+same round, if a token moved the file's weights once. Peers without the option --n-depth are compared at depth 0 only.
 """
 import argparse
 import json
@@ -96,7 +96,7 @@ def main():
             for test, values in own.items():
                 share = ""
                 if test.startswith("tg") and options.depth == 0:
-                    share = f"{statistics.median(values) * n_bytes * 1e-9 / statistics.median(reads):.0%}"
+                    share = f"{statistics.median(value * n_bytes * 1e-9 / read for value, read in zip(values, reads)):.0%}"
                 name = test + (f" @ d{options.depth}" if options.depth else "")
                 for peer, results in zip(options.peer, theirs):
                     ratio = statistics.median(values) / statistics.median(results[test])
