@@ -137,6 +137,7 @@ class LayoutBuilder {
       case CacheType::kBf16: layout_.cache_element = CacheElement::kBf16; break;
       case CacheType::kFp8: layout_.cache_element = CacheElement::kFp8; break;
       case CacheType::kF32: layout_.cache_element = CacheElement::kF32; break;
+      case CacheType::kF16: throw Error(ErrorCode::kUnsupported, "the GPU's caches are BF16, FP8 or F32, not F16");
     }
     const int64_t element = layout_.cache_element == CacheElement::kF32    ? 4
                             : layout_.cache_element == CacheElement::kBf16 ? 2
