@@ -22,14 +22,6 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_finish_kernel(QkvFinishArgs a
   const bool is_q = item < args.n_heads, is_v = item >= args.n_heads + n_kv;
   const int source = is_v && args.v_from_k ? item - n_kv : item;
   float* values = args.qkv.values + token * args.qkv.stride + int64_t{source} * args.head_dim;
-  // Two loads in turn, asked for before the head's own.
-  int position = 0;
-  int64_t page = 0;
-  if (!is_q) {
-    position = args.token.positions[token];
-    page = args.token.table[int64_t{args.token.sequences[token]} * args.token.n_entries +
-                            table_entry(position, args.token.n_entries)];
-  }
   Head head;
   for_pairs(half, lane, [&](int i, int pair) {
     head.first[i] = values[pair];
@@ -51,6 +43,9 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_finish_kernel(QkvFinishArgs a
     if (args.k_norm) norm_head(head, half, lane, args.k_weight, args.k_eps);
     if (rope != nullptr) turn_head(head, half, lane, rope);
   }
+  const int position = args.token.positions[token];
+  const int64_t page = args.token.table[int64_t{args.token.sequences[token]} * args.token.n_entries +
+                                        table_entry(position, args.token.n_entries)];
   const int kv_head = (item - args.n_heads) % n_kv, row = position % kPageTokens;
   const int64_t offset = cache_offset(page, row, kv_head, n_kv, args.head_dim);
   const bool fp8 = args.cache.element == CacheElement::kFp8;
