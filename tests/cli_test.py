@@ -115,6 +115,7 @@ class WrongUseTest(CliTest):
             (["run", model, "--raw"], "prompt is empty"),
             (["run", model, "-p", "x", "--raw", "--system", "y"], "--system"),
             (["run", model, "-p", "x", "--raw", "--think"], "--think"),
+            (["run", model, "-p", "x", "--raw", "--chat-template", "y"], "--chat-template"),
             (["run", model, "-p", "x", "--special"], "--special"),
             (["inspect"], "MODEL"),
             (["inspect", model, "--plan", "--ctx", "0"], "--ctx", "'0'"),
@@ -131,6 +132,10 @@ class WrongUseTest(CliTest):
             (["bench", "--synthetic", "llama3.2-1b", "--format", "q4_0,"], "--format", "''"),
             (["bench", "--synthetic", "llama3.2-1b", "--format", "q4_0", "--head", "fp8,q8_0"], "--head", "2"),
             (["bench", model, "--cache", "bf16,int4"], "--cache is 'bf16,int4'", "fp8"),
+            (["bench", model, "--format", "q4_0"], "--format", "--synthetic"),
+            (["bench", model, "--head", "q8_0"], "--head", "--synthetic"),
+            (["bench", model, "--device", "reference", "--cache", "f32"], "--cache", "double"),
+            (["bench", model, "--device", "reference", "--exact"], "--exact", "reference"),
             (["bench", model, "-o", "csv"], "-o is 'csv'", "jsonl"),
             (["bench", model, "-p", "0", "-n", "0"], "nothing to measure"),
             (["bench", model, "-p", "-1"], "-p is '-1'", "whole numbers"),
@@ -301,7 +306,7 @@ class TraceTest(CliTest):
             for device, chunk in (("reference", 64), ("cpu", 7)):
                 with self.subTest(model=name, device=device):
                     found = self.trace(GOLDEN / name, "--ids", ids_text(ids), "--layers", "--device", device,
-                                       "--chunk", chunk)
+                                       "--chunk", chunk, *(["--exact"] if device == "cpu" else []))
                     self.assertEqual(sorted(found), sorted(["ids", "logits", "embedded"] +
                                                            [f"hidden.{i}" for i in range(n_layers)]))
                     self.assertEqual(found["ids"], ([len(ids)], ids))
@@ -452,7 +457,7 @@ class BenchTest(CliTest):
                                  for n_prompt in (3, 0)])
         for each in results:
             self.assertEqual(each["backends"], "cpu")
-            self.assertIn(each["type_k"], ("f32", "bf16", "fp8"))
+            self.assertEqual(each["type_k"], "f16")
             self.assertRegex(each["test_time"], r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")
             self.assertRegex(each["build_commit"], r"\A[\w.-]+\Z")
             self.assertGreater(each["n_threads"], 0)
@@ -462,6 +467,14 @@ class BenchTest(CliTest):
             for speed, nanoseconds in zip(each["samples_ts"], each["samples_ns"]):
                 self.assertAlmostEqual(speed, tokens / nanoseconds * 1e9, delta=speed * 0.01)
             self.assertAlmostEqual(each["avg_ts"], sum(each["samples_ts"]) / 3, delta=each["avg_ts"] * 1e-9)
+
+        of_caches = self.succeed("bench", GOLDEN / "llama", "--device", "cpu", "-p", "1", "-n", "0", "-r", "1", "--cache", "f32,f16")
+        self.assertEqual([line.split("|")[2].strip() for line in of_caches.stdout.decode().splitlines()[2:]], ["f32", "f16"])
+        self.assert_fails(beryl("bench", GOLDEN / "llama", "--device", "cpu", "-p", "1", "-n", "0", "--cache", "bf16"), 1, "F16 or F32",
+                          "BF16")
+        label = self.succeed("bench", "--synthetic", "smollm2-135m", "--format", "q6_k", "--head", "q8_0", "--device", "cpu", "-p", "0",
+                             "-n", "1", "-r", "1").stdout.decode().splitlines()[2].split("|")[1]
+        self.assertIn("are q8_0", label)
 
         whole = json.loads(self.succeed(*arguments, "-o", "json").stdout)
         self.assertEqual([set(each) for each in whole], [set(each) for each in results])
@@ -736,6 +749,23 @@ class RunTest(SpeakingCase):
         self.assertEqual(len(warnings), 1)
         self.assertRegex(warnings[0], r"100\b.*\b64\b")
         self.assert_fails(beryl("run", model, "--raw", "-p", "x" * 65), 1, " 65 ", " 64")
+
+    def test_a_chat_template_of_the_users_writes_the_prompt(self):
+        def prompt_tokens(*options):
+            result = self.succeed("run", self.model, "-p", "seven77", "-n", "1", *options)
+            return int(re.search(r"prompt (\d+) tokens", result.stderr.decode())[1])
+
+        template = self.folder / "mine.jinja"
+        template.write_text("{{ messages[0].content }}<|im_start|>")
+        whole = prompt_tokens()
+        self.assertEqual(prompt_tokens("--chat-template", "built-in"), whole)
+        self.assertLess(prompt_tokens("--chat-template", template), whole)
+        template.write_text("\n{% for %}")
+        self.assert_fails(beryl("run", self.model, "-p", "x", "--chat-template", template), 1, "mine.jinja: line 2: ")
+        template.write_text("{{ raise_exception('not today') }}")
+        self.assert_fails(beryl("run", self.model, "-p", "x", "--chat-template", template), 1, "not today")
+        self.assert_fails(beryl("run", self.model, "-p", "x", "--chat-template", self.folder / "no-such-file"), 1,
+                          "no-such-file")
 
     def test_thinking_is_offered_only_by_models_that_think(self):
         result = self.succeed("run", self.model, "-p", "x", "-n", "5", "--think")
@@ -1225,7 +1255,7 @@ class RealModelTest(CliTest):
                     self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=1e-2)
                 _, logits = self.trace(self.FILES[name], "--ids", ids_text(model["prompt"]), "--device", "cpu")["logits"]
                 for token, value in model["top_fp64"]:
-                    self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=0.5)
+                    self.assertAlmostEqual(logits[(n_tokens - 1) * vocab + token], value, delta=0.7)
 
     def test_a_quantised_copy_is_the_same_model_nearly(self):
         for name, path in self.FILES.items():

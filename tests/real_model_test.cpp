@@ -22,7 +22,7 @@ namespace beryl {
 namespace {
 
 constexpr double kLogitBound = 1e-3;
-constexpr double kEightBitLogitBound = 0.5;   // docs/numerics.md
+constexpr double kEightBitLogitBound = 0.7;   // docs/numerics.md
 
 struct RealModel {
   const char* key;

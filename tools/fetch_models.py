@@ -16,6 +16,8 @@ import dataclasses
 import fcntl
 import fnmatch
 import hashlib
+import io
+import json
 import os
 import pathlib
 import shutil
@@ -42,6 +44,7 @@ class File:
     size: int
     sha256: str
     parts: tuple               # pairs (index of the package, pattern of the member), joined in order
+    is_collection: bool = False   # the pattern matches many texts: the file is a JSON object of them by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +69,15 @@ BUNDLES = {
               "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
               tuple((i, f"*/gemma-3-270m-q4_k_m.gguf.part0{i}") for i in range(4))),)),
     "vocab": Bundle(
-        "three vocabularies (Gemma 4, Llama 3, GPT-2) for the tests",
+        "three vocabularies (Gemma 4, Llama 3, GPT-2) and chat templates for the tests",
         (Package("llama-cpp-python==0.3.36", 76589250, is_source=True),),
         tuple(File(f"vocab/ggml-vocab-{name}.gguf", size, sha256, ((0, f"*/models/ggml-vocab-{name}.gguf"),))
               for name, size, sha256 in (
                   ("gemma-4", 15776467, "58b1ba0b57f3b4d7c468ba4ffd91ad85190346a3d7ad7e71d1cabaae8a14bb65"),
                   ("llama-bpe", 7818140, "97272e430d53bc7688f52d5e0ad8ea8f163ede9f1bbd1694feaa504797d5d96e"),
-                  ("gpt-2", 1766807, "cedc56ca6e2e89f63e781696d1fd76b4b1d49e6720dee86463e915f6e90016ac")))),
+                  ("gpt-2", 1766807, "cedc56ca6e2e89f63e781696d1fd76b4b1d49e6720dee86463e915f6e90016ac"))) +
+        (File("chat-templates.json", 467522, "121b2545d6bc77b265e0afbc84aa984e40196a400b7c8c1bf1718d8f74967d01",
+              ((0, "*/llama.cpp/models/templates/*.jinja"),), is_collection=True),)),
 }
 
 
@@ -160,6 +165,15 @@ def pip_download(package, scratch, on_progress):
     raise FetchError(f"pip could not get {package.requirement} (no network?): {errors[0]}", EXIT_UNAVAILABLE)
 
 
+def read_collection(archive, pattern):
+    """A JSON object of the texts of a source package whose names match, by their last part."""
+    with tarfile.open(archive) as container:
+        members = [member for member in container if fnmatch.fnmatchcase(member.name, pattern)]
+        texts = {pathlib.PurePosixPath(member.name).name: container.extractfile(member).read().decode()
+                 for member in members}
+    return json.dumps(dict(sorted(texts.items())), ensure_ascii=False, indent=1).encode()
+
+
 @contextlib.contextmanager
 def open_member(archive, pattern):
     """The one member of a wheel or source package whose name matches."""
@@ -182,7 +196,8 @@ def assemble(file, archives, scratch, home):
     digest, size = hashlib.sha256(), 0
     with open(whole, "wb") as out:
         for index, pattern in file.parts:
-            with open_member(archives[index], pattern) as member:
+            with (contextlib.closing(io.BytesIO(read_collection(archives[index], pattern))) if file.is_collection
+                  else open_member(archives[index], pattern)) as member:
                 while chunk := member.read(COPY_BYTES):
                     digest.update(chunk)
                     size += len(chunk)

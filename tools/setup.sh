@@ -1,6 +1,7 @@
 # Set-up for ./demo and ./test on a bare Debian 12 or Ubuntu 24.04. Sourced by them, in the root of the project.
 #
 #   require_packages demo|test     installs what is missing, after saying what; prints nothing when all is there
+#   want_packages NAME...          installs what is missing of these; what cannot be had is left out, with a line
 #   require_build TARGET [-D...]   configures build/ when needed, then builds TARGET. The options hold for a new build/;
 #                                  in an old one they turn on what was off, never off what was on
 #   has_nvcc                       is a CUDA compiler there, on PATH or in /usr/local/cuda?
@@ -46,6 +47,20 @@ libgtest-dev package
 python3-venv python:ensurepip
 END
   fi
+}
+
+want_packages() {
+  local missing=() as_root=() package
+  command -v dpkg-query > /dev/null && command -v apt-get > /dev/null || return 0
+  for package in "$@"; do
+    [ -z "$(echo "$package package" | packages_missing)" ] || missing+=("$package")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  if [ "$(id -u)" != 0 ]; then as_root=(sudo -n); fi
+  note "installing the packages that are missing: ${missing[*]}"
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends \
+    -o DPkg::Lock::Timeout=300 "${missing[@]}" > /dev/null 2>&1 < /dev/null ||
+    note "they could not be installed: tests that need them are skipped"
 }
 
 require_packages() {

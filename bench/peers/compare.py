@@ -4,10 +4,13 @@
     bench/peers/compare.py --beryl build/beryl --peer FOLDER/build/bin/llama-bench MODEL.gguf...
         --threads 2,1 --prompt 512 --gen 128 --depth 0 --rounds 5
 
+A model may also be NAME:FORMAT:HEAD=FILE.gguf: beryl then runs `bench --synthetic NAME --format FORMAT --head HEAD`, the peers the
+file, for formats that they do not have.
+
 In each round every program runs once on each model and thread count, one after the other, and before them memory is read
 at full speed, because machines that are shared change theirs. Figures are tokens a second: median (least .. most) over the
-rounds; the ratio is beryl's median to the peer's; the share is of what the machine's read speed of the same rounds would
-allow if a token moved the file's weights once. Peers without the option --n-depth are compared at depth 0 only.
+rounds; the ratio is beryl's median to the peer's; the share is the median of what beryl reached of the read speed measured in the
+same round, if a token moved the file's weights once. Peers without the option --n-depth are compared at depth 0 only.
 """
 import argparse
 import json
@@ -36,13 +39,24 @@ def speeds(program, model, n_threads, options, is_beryl):
     arguments = ["-p", options.prompt, "-n", options.gen, "-r", 1, "-o", "json"]
     if options.depth > 0:
         arguments += ["-d", options.depth]
-    if is_beryl:
-        text = output_of(program, "bench", model, "--device", "cpu", "--threads", n_threads, *arguments)
+    synthetic, _, file = model.rpartition("=")
+    if is_beryl and synthetic:
+        name, layers, head = synthetic.split(":")
+        subject = ["--synthetic", name, "--format", layers, "--head", head]
     else:
-        text = output_of(program, "-m", model, "-t", n_threads, *arguments)
+        subject = [file] if is_beryl else ["-m", file]
+    if is_beryl:
+        text = output_of(program, "bench", *subject, "--device", "cpu", "--threads", n_threads, *arguments)
+    else:
+        text = output_of(program, *subject, "-t", n_threads, *arguments)
     results = json.loads(text)
     return {f"pp{each['n_prompt']}" if each["n_prompt"] else f"tg{each['n_gen']}": each["avg_ts"] for each in results}, \
         results[0]["model_size"]
+
+
+def short_name(model):
+    synthetic, _, file = model.rpartition("=")
+    return synthetic or pathlib.Path(file).stem
 
 
 def words(values):
@@ -51,7 +65,7 @@ def words(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", type=pathlib.Path)
+    parser.add_argument("models", nargs="+")
     parser.add_argument("--beryl", default="build/beryl", type=pathlib.Path)
     parser.add_argument("--peer", action="append", required=True, type=pathlib.Path, help="a built llama-bench; may be repeated")
     parser.add_argument("--threads", default="2,1")
@@ -62,6 +76,11 @@ def main():
     parser.add_argument("--prefix", default="", help="before every command, for example 'chrt -f 5'")
     options = parser.parse_args()
     PREFIX.extend(options.prefix.split())
+    if options.depth > 0:
+        options.peer = [peer for peer in options.peer
+                        if "--n-depth" in subprocess.run([peer, "--help"], capture_output=True, text=True).stdout]
+        if not options.peer:
+            sys.exit("no peer has the option --n-depth")
     print("| model | threads | test | peer | beryl | peer's | ratio | GB/s read | share |\n|---|---|---|---|---|---|---|---|---|")
     for n_threads in options.threads.split(","):
         for model in options.models:
@@ -77,11 +96,11 @@ def main():
             for test, values in own.items():
                 share = ""
                 if test.startswith("tg") and options.depth == 0:
-                    share = f"{statistics.median(values) * n_bytes * 1e-9 / statistics.median(reads):.0%}"
+                    share = f"{statistics.median(value * n_bytes * 1e-9 / read for value, read in zip(values, reads)):.0%}"
                 name = test + (f" @ d{options.depth}" if options.depth else "")
                 for peer, results in zip(options.peer, theirs):
                     ratio = statistics.median(values) / statistics.median(results[test])
-                    print(f"| {model.stem} | {n_threads} | {name} | {peer} | {words(values)} | {words(results[test])} | "
+                    print(f"| {short_name(model)} | {n_threads} | {name} | {peer} | {words(values)} | {words(results[test])} | "
                           f"{ratio:.2f} | {words(reads)} | {share} |", flush=True)
 
 

@@ -42,6 +42,12 @@ inline uint16_t f32_to_f16(float value) {
   return sign | static_cast<uint16_t>((rounded - 0x38000000u) >> 13);
 }
 
+// A finite or infinite value beyond the largest finite f16, 65504, becomes that; NaN stays NaN.
+inline uint16_t f32_to_f16_in_range(float value) {
+  constexpr float kLargest = 65504;
+  return f32_to_f16(value > kLargest ? kLargest : value < -kLargest ? -kLargest : value);
+}
+
 // E8M0: 2^(bits - 127), no sign; 255 is NaN.
 inline float e8m0_to_f32(uint8_t bits) {
   if (bits == 255) return std::bit_cast<float>(0x7fc00000u);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <ctime>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,6 +53,7 @@ struct BenchOptions {
   std::string output = "md";
   bool ops = false;
   bool read = false;
+  bool names_formats = false;      // --format or --head was given
 };
 
 std::vector<Format> format_list(const char* option, const std::string& names) {
@@ -109,6 +111,23 @@ std::string processor_name() {
   return {};
 }
 
+// "q6_k", or "q6_k (does not fit all: 180 of 210 are q8_0)": rows must be a whole number of blocks.
+std::string layer_formats(const Model& model, const SyntheticFormats& formats) {
+  const std::string wanted(info(formats.layers).name), head(info(formats.head).name);
+  std::map<std::string, int> others;
+  int n_parts = 0;
+  for (const WeightMatrix& matrix : model.weights->set.matrices)
+    for (const HostMatrix& part : matrix.parts) {
+      if (part.rows == model.config.vocab) continue;   // embedding and head
+      ++n_parts;
+      if (part.format != formats.layers) ++others[std::string(info(part.format).name)];
+    }
+  if (others.empty()) return wanted;
+  std::string text = wanted + " (does not fit all:";
+  for (const auto& [name, n] : others) text += fmt::format(" {} of {} are {}", n, n_parts, name);
+  return text + ")";
+}
+
 // What is the same for all results of a load.
 struct BenchSubject {
   std::string file;
@@ -121,7 +140,7 @@ BenchSubject describe_subject(const Model& model, const BenchOptions& options, c
   BenchSubject subject;
   subject.file = options.model;
   subject.type = formats == nullptr ? model.config.name
-                                    : fmt::format("{} {} head {}", options.synthetic, info(formats->layers).name,
+                                    : fmt::format("{} {} head {}", options.synthetic, layer_formats(model, *formats),
                                                   info(formats->head).name);
   for (const WeightMatrix& matrix : model.weights->set.matrices) {
     subject.weight_bytes += matrix.bytes();
@@ -165,10 +184,11 @@ nlohmann::ordered_json to_json(const BenchResult& result, const BenchSubject& su
           {"samples_ts", speeds}};
 }
 
-const char* cache_words(int element_bytes) {
+const char* cache_words(const Backend& backend, int element_bytes) {
   switch (element_bytes) {
     case 1: return "fp8";
-    case 2: return "bf16";
+    case 2: return backend.memory() ? "bf16" : "f16";
+    case 8: return "f64";
     default: return "f32";
   }
 }
@@ -241,6 +261,10 @@ class Bench {
     if (options_.read && options_.device.name == "cuda") throw UsageError("--read measures the host's memory; on a GPU --ops does, beside a model");
     if (options_.read) return print_read_speed(options_);
     if (options_.model.empty() == options_.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
+    if (options_.synthetic.empty() && options_.names_formats)
+      throw UsageError("--format and --head are for --synthetic: a file has the formats it has");
+    if (options_.device.name == "reference" && options_.caches != std::vector<std::string>{"default"})
+      throw UsageError("--cache: the reference's cache has double precision");
     std::vector<SyntheticFormats> formats = {{}};
     if (!options_.synthetic.empty()) formats = synthetic_formats(options_);
     if (!options_.ops) cases_ = bench_cases(options_);
@@ -272,7 +296,7 @@ class Bench {
       // A table half of one device and half of another would mislead.
       const std::unique_ptr<BenchRunner> runner = n_results_ == 0 ? load_on(options_.device, backend_, make) : make(*backend_);
       for (const BenchCase& what : cases_)
-        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(runner->cache_element_bytes()),
+        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(*backend_, runner->cache_element_bytes()),
                runner->chunk_tokens());
     }
   }
@@ -322,7 +346,8 @@ Command add_bench_command(CLI::App& program) {
   add_integers(*app, "-b", options->streams, 1, kMaxStreams, "sequences at once");
   add_integers(*app, "--allocate", options->allocated, 0, kMaxPositions,
                "positions the cache is made for; 0: as many as the longest case needs");
-  add_choices(*app, "--cache", options->caches, {"default", "f32", "bf16", "fp8"}, "element types of the cache");
+  add_choices(*app, "--cache", options->caches, {"default", "f32", "f16", "bf16", "fp8"},
+              "element types of the cache: f16 (the default) and f32 on the CPU; bf16 (the default), fp8 and f32 on a GPU");
   add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 20, "rows of a prefill step (default 512; on a GPU up to 2048, as memory allows)");
   add_integer(*app, "-r", options->n_repetitions, 1, 10000, "repetitions, after one or two that are not counted");
   add_choice(*app, "-o", options->output, {"md", "json", "jsonl"},
@@ -338,7 +363,10 @@ Command add_bench_command(CLI::App& program) {
       "  beryl bench --synthetic gemma4-12b --format fp4_g128,q4_0 --head fp8,q8_0 --cache bf16,fp8 -o jsonl\n"
       "\n"
       "Every combination of the lists is measured; the weights are loaded once for each format, cache and --allocate.");
-  return {app, [options] { return Bench(*options).run(); }};
+  return {app, [app, options] {
+            options->names_formats = app->count("--format") + app->count("--head") > 0;
+            return Bench(*options).run();
+          }};
 }
 
 }  // namespace beryl::cli

@@ -1,7 +1,5 @@
 #include "cli/conversation.h"
 
-#include "base/error.h"
-
 namespace beryl::cli {
 namespace {
 
@@ -11,9 +9,9 @@ nlohmann::ordered_json message(const char* role, const std::string& text) {
 
 }  // namespace
 
-Conversation::Conversation(const ChatFormat& format, const Tokenizer& tokenizer, const std::string& system_text,
+Conversation::Conversation(const ChatWriter& writer, const Tokenizer& tokenizer, const std::string& system_text,
                            bool think)
-    : format_(format), tokenizer_(tokenizer), system_text_(system_text), think_(think) {
+    : writer_(writer), tokenizer_(tokenizer), system_text_(system_text), think_(think) {
   reset();
 }
 
@@ -30,51 +28,58 @@ ChatOptions Conversation::options() const {
   return options;
 }
 
-ChatPrompt Conversation::between_replies(const std::string& user_text) const {
-  // A conversation whose reply is known, written by the format; what follows the reply is wanted.
-  const std::string reply = "REPLY";
-  nlohmann::ordered_json messages = nlohmann::ordered_json::array();
-  messages.push_back(message("user", "-"));
-  messages.push_back(message("assistant", reply));
+std::optional<ChatPrompt> Conversation::between_replies(const std::string& user_text) const {
+  // The conversation with a reply that is easily found; what follows it is wanted. What lies before it must be what was
+  // written before that reply, but for the opening of a thought that the reply did not have (Gemma 4 drops it).
+  const std::string reply = "beryl's reply";
+  nlohmann::ordered_json messages = messages_;
+  messages.back() = message("assistant", reply);
   messages.push_back(message("user", user_text));
-  ChatPrompt prompt = format_chat(format_, messages, options());
+  ChatPrompt prompt = write(messages);
+  std::string before;
   for (size_t i = 0; i < prompt.pieces.size(); ++i) {
     PromptPiece& piece = prompt.pieces[i];
     const size_t at = piece.control ? std::string::npos : piece.text.find(reply);
-    if (at == std::string::npos) continue;
+    if (at == std::string::npos) {
+      before += piece.text;
+      continue;
+    }
+    before += piece.text.substr(0, at);
+    if (!written_.starts_with(before)) return std::nullopt;
     piece.text.erase(0, at + reply.size());
     prompt.pieces.erase(prompt.pieces.begin(),
                         prompt.pieces.begin() + static_cast<std::ptrdiff_t>(i + piece.text.empty()));
     return prompt;
   }
-  BERYL_CHECK(false, "a chat format writes every reply");
+  return std::nullopt;
 }
 
 Turn Conversation::next_turn(const std::string& user_text) const {
   Turn turn;
-  if (!cache_holds_all_) {
+  const std::optional<ChatPrompt> more = cache_holds_all_ ? between_replies(user_text) : std::nullopt;
+  if (!more) {
     nlohmann::ordered_json messages = messages_;
     messages.push_back(message("user", user_text));
-    const ChatPrompt prompt = format_chat(format_, messages, options());
+    const ChatPrompt prompt = write(messages);
     turn.ids = encode_prompt(tokenizer_, prompt);
     turn.in_thought = prompt.in_thought;
     return turn;
   }
-  const ChatPrompt prompt = between_replies(user_text);
-  std::vector<int32_t> ids = encode_prompt(tokenizer_, prompt);
+  std::vector<int32_t> ids = encode_prompt(tokenizer_, *more);
   // It is no beginning, so the BOS that prompts get goes.
   if (tokenizer_.adds_bos() && tokenizer_.bos_id() && !ids.empty() && ids.front() == *tokenizer_.bos_id())
     ids.erase(ids.begin());
   turn.ids = unread_;
   turn.ids.insert(turn.ids.end(), ids.begin(), ids.end());
   turn.continues = true;
-  turn.in_thought = prompt.in_thought;
+  turn.in_thought = more->in_thought;
   return turn;
 }
 
 void Conversation::add_reply(const std::string& user_text, const std::string& text, const GenerateResult& result,
                              bool has_thought) {
   messages_.push_back(message("user", user_text));
+  written_ = write(messages_).text();
   messages_.push_back(message("assistant", text));
   cache_holds_all_ = result.finish != FinishReason::kFailed && !has_thought;
   // The id that ended the reply is the end of the turn, which the format writes itself (it may also be another id that

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -9,7 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/generate.h"
-#include "text/chat_format.h"
+#include "text/chat_writer.h"
 #include "text/tokenizer.h"
 
 namespace beryl::cli {
@@ -22,10 +23,11 @@ struct Turn {
 
 // The sequence keeps what it has read: a turn is the end of the last reply, the user's message, and the opening of the
 // next reply. A conversation is written anew, in full, only when its format changes what lies back (a reply's thoughts
-// are dropped from history), or when the last reply failed. The tokenizer and the format must outlive it.
+// are dropped from history, a system text moves to the last message), or when the last reply failed. The tokenizer and
+// the writer must outlive it.
 class Conversation {
  public:
-  Conversation(const ChatFormat& format, const Tokenizer& tokenizer, const std::string& system_text, bool think);
+  Conversation(const ChatWriter& writer, const Tokenizer& tokenizer, const std::string& system_text, bool think);
 
   // What to feed for this message; nothing changes until the reply is added. Throws Error(kBadInput) when the format
   // cannot express it.
@@ -39,15 +41,18 @@ class Conversation {
 
  private:
   ChatOptions options() const;
-  // What lies between a reply and the next one in the format: the end of the turn, the user's, the opening.
-  ChatPrompt between_replies(const std::string& user_text) const;
+  ChatPrompt write(const nlohmann::ordered_json& messages) const { return writer_.write(messages, options()); }
+  // What lies between the last reply and the next one in the format: the end of the turn, the user's, the opening.
+  // nullopt when the format writes what comes before in another way than the sequence holds it.
+  std::optional<ChatPrompt> between_replies(const std::string& user_text) const;
 
-  const ChatFormat& format_;
+  const ChatWriter& writer_;
   const Tokenizer& tokenizer_;
   std::string system_text_;
   bool think_ = false;
   nlohmann::ordered_json messages_ = nlohmann::ordered_json::array();
   bool cache_holds_all_ = false;        // the sequence holds all turns so far, as the format would write them
+  std::string written_;                 // the prompt that the last reply answered, in full
   std::vector<int32_t> unread_;         // sampled, not yet read by the model; belongs before the next turn
 };
 

@@ -36,12 +36,15 @@ void add_device_options(CLI::App& app, DeviceOptions& options, const std::string
       ->group(heading);
   add_integer(app, "--threads", options.n_threads, 1, 1024, "threads of the CPU backends (default: one a core)")
       ->group(heading);
-  app.add_flag("--exact", options.exact, "CPU: activations in f32, as exact as it goes; slower (default: 8 bits a group of 32)")
+  app.add_flag("--exact", options.exact, "CPU: activations and cache in f32, as exact as it goes; slower (default: 8 bits a group of 32, cache f16)")
       ->group(heading);
 }
 
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   const int n_threads = static_cast<int>(options.n_threads);
+  if (options.exact && options.name != "cpu" && options.name != "auto")
+    throw UsageError(fmt::format("--exact is for the CPU's backend, --device is {}{}", options.name,
+                                 options.name == "reference" ? ", which has double precision anyway" : ""));
   if (options.name == "reference") return make_reference_backend(n_threads);
   if (options.name == "cpu") return make_cpu(options);
 #ifdef BERYL_HAS_CUDA
@@ -70,6 +73,7 @@ bool falls_back_to_cpu(const DeviceOptions& options, std::unique_ptr<Backend>& b
 
 CacheType cache_type_by_name(const std::string& name) {
   if (name == "f32") return CacheType::kF32;
+  if (name == "f16") return CacheType::kF16;
   if (name == "bf16") return CacheType::kBf16;
   if (name == "fp8") return CacheType::kFp8;
   return CacheType::kDefault;

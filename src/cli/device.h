@@ -40,7 +40,7 @@ auto load_on(const DeviceOptions& options, std::unique_ptr<Backend>& backend, co
   return load(*backend);
 }
 
-// "f32", "bf16", "fp8", else the backend's own choice.
+// "f32", "f16", "bf16", "fp8", else the backend's own choice.
 CacheType cache_type_by_name(const std::string& name);
 
 }  // namespace beryl::cli

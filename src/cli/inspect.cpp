@@ -22,7 +22,7 @@
 #include "engine/fit.h"
 #include "model/memory_plan.h"
 #include "model/weights.h"
-#include "text/chat_format.h"
+#include "text/chat_writer.h"
 #include "text/tokenizer.h"
 #include "weights/quote.h"
 
@@ -302,13 +302,13 @@ class Inspection {
                                       tokenizer->adds_bos() ? ", begins a prompt" : "")) +
                  line("", fmt::format("a reply ends with {}", fmt::join(stops, ", "))));
     for (const std::string& warning : tokenizer->warnings()) write_output(line("warning", warning));
-    const std::optional<ChatFormat> format = detect_chat_format(checkpoint_, *tokenizer);
+    const std::unique_ptr<ChatWriter> writer = make_chat_writer(checkpoint_, *tokenizer);
     const bool has_template = find_chat_template(checkpoint_).has_value();
-    write_output(line("chat format",
-                      fmt::format("{}; the file has {} template",
-                                  format ? name(format->family) : "none that beryl knows", has_template ? "a" : "no")));
-    if (format)
-      for (const std::string& warning : format->warnings) write_output(line("warning", warning));
+    write_output(line("chat format", fmt::format("{}; the file has {} template",
+                                                 writer != nullptr ? writer->name() : "none that beryl knows",
+                                                 has_template ? "a" : "no")));
+    if (writer != nullptr)
+      for (const std::string& warning : writer->warnings()) write_output(line("warning", warning));
   }
 
   void describe_plan() {

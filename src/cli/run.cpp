@@ -24,7 +24,7 @@
 #include "engine/generate.h"
 #include "model/memory_plan.h"
 #include "model/model.h"
-#include "text/chat_format.h"
+#include "text/chat_writer.h"
 #include "text/tokenizer.h"
 
 namespace beryl::cli {
@@ -33,6 +33,7 @@ namespace {
 constexpr int64_t kDefaultContext = 4096;
 // Room for a reply behind a prompt that alone fills the default context.
 constexpr int64_t kReplyRoom = 1024;
+constexpr std::string_view kBuiltInTemplate = "built-in";
 constexpr int kHostChunk = 256;
 
 struct RunOptions {
@@ -42,6 +43,7 @@ struct RunOptions {
   std::string system_text;
   bool has_system_text = false;
   bool raw = false;
+  std::string chat_template;   // empty, kBuiltInTemplate, or a file
   bool think = false;
   bool parse_special = false;
   bool show_special = false;
@@ -82,15 +84,17 @@ class Runner {
     for (const std::string& warning : model_.checkpoint->warnings()) print_warning(warning);
     tokenizer_ = require_tokenizer(*model_.checkpoint);
     if (!options_.raw) {
-      format_ = detect_chat_format(*model_.checkpoint, *tokenizer_);
-      if (!format_)
+      const TemplateChoice choice = options_.chat_template.empty()              ? TemplateChoice::kAuto
+                                    : options_.chat_template == kBuiltInTemplate ? TemplateChoice::kBuiltIn
+                                                                                 : TemplateChoice::kFile;
+      writer_ = make_chat_writer(*model_.checkpoint, *tokenizer_, choice, options_.chat_template);
+      if (writer_ == nullptr)
         throw Error(
             ErrorCode::kUnsupported,
             fmt::format("{}: has no chat format that beryl knows; with --raw it goes on with a text", options_.model));
-      for (const std::string& warning : format_->warnings) print_warning(warning);
-      if (options_.think && format_->family != ChatFamily::kGemma4)
-        print_warning(
-            fmt::format("--think changes nothing: the chat format {} has no thinking", name(format_->family)));
+      for (const std::string& warning : writer_->warnings()) print_warning(warning);
+      if (options_.think && !writer_->can_think())
+        print_warning(fmt::format("--think changes nothing: the chat format ({}) has no thinking", writer_->name()));
     }
     if (options_.context > model_.config.context)
       print_warning(fmt::format("--ctx {} is more than the {} positions that the model was made for", options_.context,
@@ -104,7 +108,7 @@ class Runner {
     if (options_.raw) {
       turn.ids = encode_raw_prompt(*tokenizer_, prompt, options_.parse_special);
     } else {
-      turn = Conversation(*format_, *tokenizer_, options_.system_text, options_.think).next_turn(prompt);
+      turn = Conversation(*writer_, *tokenizer_, options_.system_text, options_.think).next_turn(prompt);
     }
     if (turn.ids.empty()) throw UsageError("the prompt is empty, and this model begins with no token of its own");
     prepare(static_cast<int64_t>(turn.ids.size()));
@@ -119,7 +123,7 @@ class Runner {
 
   int converse() {
     prepare(0);
-    Conversation conversation(*format_, *tokenizer_, options_.system_text, options_.think);
+    Conversation conversation(*writer_, *tokenizer_, options_.system_text, options_.think);
     print_note(fmt::format("A conversation with {}. /reset forgets it, /exit or Ctrl-D ends it, Ctrl-C ends a reply.",
                            model_name()));
     return for_each_line([&](const std::string& text, InterruptCatcher& interrupts) {
@@ -285,7 +289,7 @@ class Runner {
   const RunOptions& options_;
   Model model_;
   std::unique_ptr<Tokenizer> tokenizer_;
-  std::optional<ChatFormat> format_;   // absent: raw
+  std::unique_ptr<ChatWriter> writer_;   // null: raw
   SampleParams sampling_;
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<Stepper> stepper_;
@@ -295,6 +299,8 @@ class Runner {
 
 int run(const RunOptions& options) {
   if (options.raw && options.has_system_text) throw UsageError("--system belongs to a chat; with --raw there is none");
+  if (options.raw && !options.chat_template.empty())
+    throw UsageError("--chat-template belongs to a chat; with --raw there is none");
   if (options.raw && options.think) throw UsageError("--think belongs to a chat; with --raw there is none");
   if (options.parse_special && !options.raw) throw UsageError("--special needs --raw: in a chat, text stays text");
   if (options.has_prompt || !is_terminal(kStandardInput)) {
@@ -323,7 +329,11 @@ Command add_run_command(CLI::App& program) {
       app->add_option("--system", options->system_text, "what the model is told before a conversation");
   system->type_name("TEXT");
   app->add_flag("--raw", options->raw, "go on with the prompt as a text, without a chat format: for base models");
-  app->add_flag("--think", options->think, "let the model think first (Gemma 4); thoughts go to standard error");
+  app->add_flag("--think", options->think, "let the model think first, where it can; thoughts go to standard error");
+  app->add_option("--chat-template", options->chat_template,
+                  "write conversations by this Jinja file, or built-in: in the built-in format (default: the model's "
+                  "own template, else built-in)")
+      ->type_name("FILE");
   add_integer(*app, "-n,--tokens", options->max_new, 1, INT32_MAX,
               "end a reply after N tokens (default: when the model ends it)");
   add_integer(

@@ -72,7 +72,7 @@ Command add_verify_command(CLI::App& program) {
   CLI::App* app = program.add_subcommand("verify", "Prove a backend on this machine against double precision");
   auto options = std::make_shared<VerifyOptions>();
   add_device_options(*app, options->device);
-  add_choice(*app, "--cache", options->cache, {"default", "f32", "bf16", "fp8"}, "element type of the cache");
+  add_choice(*app, "--cache", options->cache, {"default", "f32", "f16", "bf16", "fp8"}, "element type of the cache");
   app->add_option("--filter", options->filter, "only cases whose name holds this")->type_name("TEXT");
   app->add_flag("--verbose", options->verbose, "a line a case, not only for failures");
   app->footer(

@@ -23,13 +23,19 @@ namespace HWY_NAMESPACE {
 
 HWY_INLINE int64_t padded16(int64_t n) { return (n + 15) / 16 * 16; }
 
+// Rows of the cache are scored and added in blocks that stay in the L1 cache.
+constexpr int64_t kBlockFloats = 4096;   // 16 KB, half of it
+HWY_INLINE int64_t block_rows(int64_t padded) {
+  return std::clamp<int64_t>(kBlockFloats / padded / 16 * 16, padded < 512 ? 16 : 8, kPageTokens);
+}
+
 // Where things lie in a task's scratch.
 struct Workspace {
   float* q;           // tiles of kTokenTile rows, [padded / 16][rows of the tile][16]
   float* scores;      // [n_rows][split_keys]: scores, then their exponentials
   float* split;       // [n_rows][partial_floats]
   float* total;       // [n_rows][partial_floats]
-  float* padded_keys; // [kPageTokens][padded], where head_dim is not a multiple of 16
+  float* block;       // [block_rows][padded]: of the cache, where it is not read in place
 };
 
 HWY_INLINE Workspace workspace(const AttentionTask& task, float* scratch) {
@@ -40,7 +46,7 @@ HWY_INLINE Workspace workspace(const AttentionTask& task, float* scratch) {
   w.scores = w.q + n_rows * padded;
   w.split = w.scores + n_rows * task.split_keys;
   w.total = w.split + n_rows * partial;
-  w.padded_keys = w.total + n_rows * partial;
+  w.block = w.total + n_rows * partial;
   return w;
 }
 
@@ -54,11 +60,6 @@ HWY_INLINE LiveRange live_range(const AttentionTask& task, int64_t token, int64_
   const int64_t position = task.position + token, split_begin = split * task.split_keys;
   return {std::max<int64_t>(first_live_key(position, task.window) - split_begin, 0),
           std::min<int64_t>(position + 1 - split_begin, task.split_keys)};
-}
-
-HWY_INLINE const float* cache_row(const AttentionTask& task, const float* pool, int64_t position) {
-  const int64_t page = task.table[position / kPageTokens % task.n_entries];
-  return pool + page * task.page_stride + position % kPageTokens * task.head_dim;
 }
 
 HWY_INLINE int tile_rows(int64_t n_rows, int64_t tile) {
@@ -76,61 +77,155 @@ void pack_queries(const AttentionTask& task, float* packed) {
   }
 }
 
-constexpr int64_t kTouchedFloats = 4096;   // 16 KB, half of the L1 cache
-
-// Rows of the cache in plain address order, so that the hardware's prefetcher sees a stream: the products below read several
-// rows side by side, and it follows none of them.
-HWY_INLINE void touch_rows(const float* rows, int64_t n_floats) {
-  const FloatTag d;
-  FloatPart sum = hn::Zero(d);
-  for (int64_t i = 0; i < n_floats; i += 16) sum = hn::Or(sum, hn::LoadU(d, rows + i));
-  [[maybe_unused]] volatile float kept = hn::GetLane(sum);
-}
-
 // With many rows a task computes longer than it reads, and other tasks have just read the same keys.
 HWY_INLINE bool reads_cold_cache(const AttentionTask& task) { return task.n_tokens * task.group <= kTokenTile; }
 
-HWY_INLINE void prefetch_lines(const float* rows, int64_t n_floats) {
-  for (int64_t i = 0; i < n_floats; i += 16) hwy::Prefetch(rows + i);
+// Rows of the cache in plain address order, so that the hardware's prefetcher sees a stream: the products below read several
+// rows side by side, and it follows none of them.
+HWY_INLINE void touch_lines(const uint8_t* rows, int64_t n_bytes) {
+  const hn::CappedTag<uint8_t, 16> d;
+  auto sum = hn::Zero(d);
+  for (int64_t i = 0; i + 16 <= n_bytes; i += 64) sum = hn::Or(sum, hn::LoadU(d, rows + i));
+  [[maybe_unused]] volatile uint8_t kept = hn::GetLane(sum);
 }
+
+HWY_INLINE void prefetch_lines(const uint8_t* rows, int64_t n_bytes) {
+  for (int64_t i = 0; i < n_bytes; i += 64) hwy::Prefetch(rows + i);
+}
+
+// What is asked for while something else is computed: two cache lines a turn, spread over the whole computation, since all at once
+// would fill the line buffers and stop it.
+class Ahead {
+ public:
+  Ahead() = default;
+  explicit Ahead(const uint8_t* from) : from_(from), step_(128) {}
+  HWY_INLINE void ask() {
+    __builtin_prefetch(from_, 0, 2);
+    __builtin_prefetch(from_ + 64, 0, 2);
+    from_ += step_;
+  }
+
+ private:
+  alignas(64) static constexpr uint8_t kNothing[128] = {};
+  const uint8_t* from_ = kNothing;
+  int64_t step_ = 0;
+};
+
+// n rows of a pool in f32, of consecutive positions of one page.
+struct CacheRows {
+  const float* values;   // [n][stride]; columns from head_dim to the next multiple of 16 are 0 where stride covers them
+  int64_t stride;
+};
+
+// Reads `rows` of one element type.
+template <class T>
+HWY_INLINE CacheRows expand_rows(const T* from, int64_t n, int64_t head_dim, float* block) {
+  const int64_t padded = padded16(head_dim);
+  if (padded == head_dim) {
+    for (int64_t i = 0; i < n * head_dim; i += 16) store16(load16_some(from + i, 16), block + i);
+  } else {
+    for (int64_t row = 0; row < n; ++row)
+      for (int64_t c = 0; c < head_dim; c += 16)
+        store16(load16_some(from + row * head_dim + c, head_dim - c), block + row * padded + c);
+  }
+  return {block, padded};
+}
+
+HWY_INLINE const uint8_t* cache_address(const AttentionTask& task, const void* pool, int64_t position) {
+  const int64_t page = task.table[position / kPageTokens % task.n_entries];
+  return static_cast<const uint8_t*>(pool) + page * task.page_stride_bytes +
+         position % kPageTokens * task.head_dim * (task.cache_is_f16 ? 2 : 4);
+}
+
+HWY_INLINE CacheRows read_rows(const AttentionTask& task, const uint8_t* rows, int64_t n, float* block) {
+  if (task.cache_is_f16) return expand_rows(reinterpret_cast<const uint16_t*>(rows), n, task.head_dim, block);
+  const auto* const floats = reinterpret_cast<const float*>(rows);
+  if (task.head_dim % 16 != 0) return expand_rows(floats, n, task.head_dim, block);
+  if (reads_cold_cache(task)) touch_lines(rows, n * task.head_dim * int64_t{sizeof(float)});
+  return {floats, task.head_dim};
+}
+
+#if HWY_MAX_BYTES >= 64
+// Scores of 16 consecutive keys and kRows rows of a tile. A fold for every four keys would take longer than the products: here
+// the sums of four keys are halved twice, and those of all sixteen together twice more, in the order of sum16.
+template <int kRows>
+HWY_NOINLINE void score_16_keys(const float* keys, int64_t stride, const float* q, int64_t n16, Ahead ahead, float* scores,
+                                int64_t scores_stride) {
+  const FloatTag d;
+  FloatPart folded[4][kRows];
+  for (int i = 0; i < 4; ++i) {
+    // Keys i, 4 + i, 8 + i, 12 + i; i runs in the order in which the last fold takes them.
+    constexpr int kOrder[4] = {0, 2, 1, 3};
+    const float* key = keys + kOrder[i] * stride;
+    FloatPart sums[4][kRows];
+    for (int k = 0; k < 4; ++k)
+      for (int r = 0; r < kRows; ++r) sums[k][r] = hn::Zero(d);
+    const float* x = q;
+    for (int64_t c = 0; c < n16; ++c, key += 16, x += 16 * kRows) {
+      FloatPart columns[4];
+      for (int k = 0; k < 4; ++k) columns[k] = hn::LoadU(d, key + 4 * k * stride);
+      ahead.ask();
+      for (int r = 0; r < kRows; ++r) {
+        const FloatPart row = hn::LoadU(d, x + 16 * r);
+        for (int k = 0; k < 4; ++k) sums[k][r] = hn::MulAdd(columns[k], row, sums[k][r]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) folded[i][r] = fold_4_to_blocks(sums[0][r], sums[2][r], sums[1][r], sums[3][r]);
+  }
+  for (int r = 0; r < kRows; ++r)
+    hn::StoreU(fold_blocks_to_sums(folded[0][r], folded[1][r], folded[2][r], folded[3][r]), d, scores + r * scores_stride);
+}
+
+HWY_INLINE void score_16(const float* keys, int64_t stride, const float* q, int64_t n16, int n_rows, Ahead ahead, float* scores,
+                         int64_t scores_stride) {
+  switch (n_rows) {
+    case 1: return score_16_keys<1>(keys, stride, q, n16, ahead, scores, scores_stride);
+    case 2: return score_16_keys<2>(keys, stride, q, n16, ahead, scores, scores_stride);
+    case 3: return score_16_keys<3>(keys, stride, q, n16, ahead, scores, scores_stride);
+    case 4: return score_16_keys<4>(keys, stride, q, n16, ahead, scores, scores_stride);
+    case 5: return score_16_keys<5>(keys, stride, q, n16, ahead, scores, scores_stride);
+    default: return score_16_keys<6>(keys, stride, q, n16, ahead, scores, scores_stride);
+  }
+}
+#endif
 
 // scores[row][m] = q · k_m for the keys [begin, end) of the split, for all rows.
 void score_keys(const AttentionTask& task, int64_t split, LiveRange keys, const Workspace& w) {
   const int64_t n_rows = int64_t{task.n_tokens} * task.group, padded = padded16(task.head_dim);
   const int64_t n_tiles = (n_rows + kTokenTile - 1) / kTokenTile;
-  for (int64_t m = keys.begin; m < keys.end;) {
+  const int64_t most_rows = block_rows(padded), row_bytes = task.head_dim * int64_t{task.cache_is_f16 ? 2 : 4};
+  const bool is_cold = reads_cold_cache(task);
+  for (int64_t m = keys.begin, n = 0; m < keys.end; m += n) {
     const int64_t position = split * task.split_keys + m;
     const int64_t n_in_page = std::min(keys.end - m, kPageTokens - position % kPageTokens);
-    const float* key = cache_row(task, task.keys, position);
-    int64_t stride = task.head_dim;
-    if (task.head_dim % 16 != 0) {
-      for (int64_t i = 0; i < n_in_page; ++i)
-        for (int64_t c = 0; c < task.head_dim; c += 16)
-          store16(load16_some(key + i * stride + c, task.head_dim - c), w.padded_keys + i * padded + c);
-      key = w.padded_keys;
-      stride = padded;
-    }
-    const float* value = cache_row(task, task.values, position);
+    n = std::min(n_in_page, most_rows);
+    const uint8_t* const key = cache_address(task, task.keys, position);
+    const CacheRows rows = read_rows(task, key, n, w.block);
+    // The next block's rows, or the first values, arrive while this block is computed.
+    const uint8_t* next = n < n_in_page ? key + n * row_bytes : cache_address(task, task.values, position);
+    const int64_t n_next = std::min(n < n_in_page ? n_in_page - n : n, n);
     int64_t i = 0;
-    const bool touches = reads_cold_cache(task);
-    const int64_t touched_rows = std::max<int64_t>(kRowTile, kTouchedFloats / padded / kRowTile * kRowTile);
-    for (; i + kRowTile <= n_in_page; i += kRowTile) {
-      // The rows of the next block, or the first values, while this block is computed.
-      if (touches && i + touched_rows < n_in_page) prefetch_lines(key + (i + touched_rows) * stride, kRowTile * stride);
-      if (touches && i + touched_rows >= n_in_page) prefetch_lines(value + i * task.head_dim, kRowTile * task.head_dim);
-      if (touches && i % touched_rows == 0) touch_rows(key + i * stride, std::min(touched_rows, n_in_page - i) * stride / 16 * 16);
+#if HWY_MAX_BYTES >= 64
+    for (; i + 16 <= n; i += 16) {
+      const Ahead ahead = is_cold ? Ahead(next + i * row_bytes) : Ahead();
       for (int64_t tile = 0; tile < n_tiles; ++tile)
-        multiply_strided_tile(key + i * stride, stride, 16, w.q + tile * kTokenTile * padded, padded / 16,
+        score_16(rows.values + i * rows.stride, rows.stride, w.q + tile * kTokenTile * padded, padded / 16,
+                 tile_rows(n_rows, tile), ahead, w.scores + tile * kTokenTile * task.split_keys + m + i, task.split_keys);
+    }
+#endif
+    for (; i + kRowTile <= n; i += kRowTile) {
+      if (is_cold && i < n_next) prefetch_lines(next + i * row_bytes, std::min<int64_t>(kRowTile, n_next - i) * row_bytes);
+      for (int64_t tile = 0; tile < n_tiles; ++tile)
+        multiply_strided_tile(rows.values + i * rows.stride, rows.stride, 16, w.q + tile * kTokenTile * padded, padded / 16,
                               tile_rows(n_rows, tile), w.scores + tile * kTokenTile * task.split_keys + m + i,
                               task.split_keys);
     }
-    for (; i < n_in_page; ++i)
+    for (; i < n; ++i)
       for (int64_t row = 0; row < n_rows; ++row) {
         const int64_t tile = row / kTokenTile;
-        multiply_piece<1, 1>(key + i * stride, 0, 16, w.q + tile * kTokenTile * padded + row % kTokenTile * 16,
+        multiply_piece<1, 1>(rows.values + i * rows.stride, 0, 16, w.q + tile * kTokenTile * padded + row % kTokenTile * 16,
                              16 * tile_rows(n_rows, tile), padded / 16, w.scores + row * task.split_keys + m + i, 0);
       }
-    m += n_in_page;
   }
 }
 
@@ -169,71 +264,51 @@ HWY_INLINE void exponentiate(const AttentionTask& task, LiveRange live, float* s
   sum = sum16(sums);
 }
 
-// o[r] += Σ over keys [begin, end) of the split of p[r][m] · v_m, for kVectors · 16 dimensions; rows of o are o_stride
-// apart, those of p split_keys.
+// o[r] += Σ over n keys of p[r][m] · v_m, for kVectors · 16 dimensions; rows of o are o_stride apart, those of p p_stride.
 template <int kRows, int kVectors>
-HWY_NOINLINE void add_values(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
-                             int64_t dim, float* o, int64_t o_stride) {
+HWY_NOINLINE void add_values(const float* values, int64_t stride, int64_t n, const float* p, int64_t p_stride, Ahead ahead,
+                             float* o, int64_t o_stride) {
   const FloatTag d;
   Vec16 sums[kRows][kVectors];
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = load16(o + r * o_stride + dim + 16 * v);
-  for (int64_t m = begin; m < end;) {
-    const int64_t position = split * task.split_keys + m;
-    const int64_t n_in_page = std::min(end - m, kPageTokens - position % kPageTokens);
-    const float* value = cache_row(task, task.values, position) + dim;
-    for (int64_t i = 0; i < n_in_page; ++i, value += task.head_dim)
-      for (size_t part = 0; part < kParts; ++part) {
-        FloatPart columns[kVectors];
-        for (int v = 0; v < kVectors; ++v) columns[v] = hn::LoadU(d, value + 16 * v + part * kPartLanes);
-        for (int r = 0; r < kRows; ++r) {
-          const FloatPart weight = hn::Set(d, p[r * task.split_keys + m + i]);
-          for (int v = 0; v < kVectors; ++v)
-            sums[r][v].part[part] = hn::MulAdd(weight, columns[v], sums[r][v].part[part]);
-        }
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = load16(o + r * o_stride + 16 * v);
+  for (int64_t i = 0; i < n; ++i, values += stride) {
+    ahead.ask();
+    for (size_t part = 0; part < kParts; ++part) {
+      FloatPart columns[kVectors];
+      for (int v = 0; v < kVectors; ++v) columns[v] = hn::LoadU(d, values + 16 * v + part * kPartLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const FloatPart weight = hn::Set(d, p[r * p_stride + i]);
+        for (int v = 0; v < kVectors; ++v)
+          sums[r][v].part[part] = hn::MulAdd(weight, columns[v], sums[r][v].part[part]);
       }
-    m += n_in_page;
+    }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store16(sums[r][v], o + r * o_stride + dim + 16 * v);
-}
-
-// The dimensions behind the last multiple of 16.
-HWY_NOINLINE void add_values_tail(const AttentionTask& task, int64_t split, LiveRange live, const float* p, int64_t dim,
-                                  float* o) {
-  Vec16 sum = load16(o + dim);
-  for (int64_t m = live.begin; m < live.end; ++m) {
-    const float* value = cache_row(task, task.values, split * task.split_keys + m) + dim;
-    sum = mul_add(set16(p[m]), load16_some(value, task.head_dim - dim), sum);
-  }
-  store16(sum, o + dim);
+    for (int v = 0; v < kVectors; ++v) store16(sums[r][v], o + r * o_stride + 16 * v);
 }
 
 template <int kRows>
-HWY_INLINE void add_values_of_keys(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
-                                   float* o, int64_t o_stride) {
-  if (begin >= end) return;
+HWY_INLINE void add_values_of_rows(const float* values, int64_t stride, int64_t padded, int64_t n, const float* p,
+                                   int64_t p_stride, const uint8_t* next, float* o, int64_t o_stride) {
   constexpr int kVectors = kParts == 1 ? 4 : 1;
   int64_t dim = 0;
-  for (; dim + 16 * kVectors <= task.head_dim; dim += 16 * kVectors)
-    add_values<kRows, kVectors>(task, split, begin, end, p, dim, o, o_stride);
-  for (; dim + 16 <= task.head_dim; dim += 16) add_values<kRows, 1>(task, split, begin, end, p, dim, o, o_stride);
+  for (; dim + 16 * kVectors <= padded; dim += 16 * kVectors)
+    add_values<kRows, kVectors>(values + dim, stride, n, p, p_stride, next == nullptr ? Ahead() : Ahead(next + dim * n * 2),
+                                o + dim, o_stride);
+  for (; dim < padded; dim += 16)
+    add_values<kRows, 1>(values + dim, stride, n, p, p_stride, Ahead(), o + dim, o_stride);
 }
 
-// In blocks of keys whose values stay in the L1 cache while all dimensions pass over them, a few at a time.
-template <int kRows>
-HWY_INLINE void add_values_of_rows(const AttentionTask& task, int64_t split, int64_t begin, int64_t end, const float* p,
-                                   float* o, int64_t o_stride) {
-  if (!reads_cold_cache(task)) {
-    add_values_of_keys<kRows>(task, split, begin, end, p, o, o_stride);
-    return;
-  }
-  const int64_t block = std::max<int64_t>(8, kTouchedFloats / task.head_dim);
-  for (int64_t block_end; begin < end; begin = block_end) {
-    const int64_t position = split * task.split_keys + begin;
-    block_end = std::min({begin + block, end, begin + kPageTokens - position % kPageTokens});
-    touch_rows(cache_row(task, task.values, position), (block_end - begin) * task.head_dim / 16 * 16);
-    add_values_of_keys<kRows>(task, split, begin, block_end, p, o, o_stride);
+HWY_INLINE void add_values_of_tile(int n_rows, const float* values, int64_t stride, int64_t padded, int64_t n, const float* p,
+                                   int64_t p_stride, const uint8_t* next, float* o, int64_t o_stride) {
+  switch (n_rows) {
+    case 1: return add_values_of_rows<1>(values, stride, padded, n, p, p_stride, next, o, o_stride);
+    case 2: return add_values_of_rows<2>(values, stride, padded, n, p, p_stride, next, o, o_stride);
+    case 3: return add_values_of_rows<3>(values, stride, padded, n, p, p_stride, next, o, o_stride);
+    case 4: return add_values_of_rows<4>(values, stride, padded, n, p, p_stride, next, o, o_stride);
+    case 5: return add_values_of_rows<5>(values, stride, padded, n, p, p_stride, next, o, o_stride);
+    default: return add_values_of_rows<6>(values, stride, padded, n, p, p_stride, next, o, o_stride);
   }
 }
 
@@ -241,8 +316,8 @@ HWY_INLINE void add_values_of_rows(const AttentionTask& task, int64_t split, int
 void attend_split(const AttentionTask& task, int64_t split, const Workspace& w, float* partial) {
   const int64_t n_rows = int64_t{task.n_tokens} * task.group, padded = padded16(task.head_dim);
   const int64_t stride = partial_floats(task.head_dim);
-  const LiveRange first = live_range(task, 0, split), last = live_range(task, task.n_tokens - 1, split);
-  score_keys(task, split, {first.begin, last.end}, w);
+  const LiveRange keys{live_range(task, 0, split).begin, live_range(task, task.n_tokens - 1, split).end};
+  score_keys(task, split, keys, w);
   for (int64_t row = 0; row < n_rows; ++row) {
     const LiveRange live = live_range(task, row / task.group, split);
     float* o = partial + row * stride;
@@ -250,35 +325,45 @@ void attend_split(const AttentionTask& task, int64_t split, const Workspace& w, 
     exponentiate(task, live, w.scores + row * task.split_keys, o[padded], o[padded + 1]);
     for (int64_t c = 0; c < padded; c += 16) store16(zero16(), o + c);
   }
-  for (int64_t row_begin = 0; row_begin < n_rows; row_begin += kTokenTile) {
-    const int rows = tile_rows(n_rows, row_begin / kTokenTile);
-    // Keys that are live for all rows of the tile are shared; those at the edges belong to some rows only.
-    const LiveRange low = live_range(task, row_begin / task.group, split);
-    const LiveRange high = live_range(task, (row_begin + rows - 1) / task.group, split);
-    LiveRange common{high.begin, low.end};
-    if (common.empty()) common.end = common.begin;
-    const auto each_row = [&](auto&& body) HWY_ATTR {
-      for (int64_t row = row_begin; row < row_begin + rows; ++row)
-        body(live_range(task, row / task.group, split), w.scores + row * task.split_keys, partial + row * stride);
-    };
-    each_row([&](LiveRange live, const float* p, float* o) HWY_ATTR {
-      add_values_of_rows<1>(task, split, live.begin, std::min(common.begin, live.end), p, o, stride);
-    });
-    const float* p = w.scores + row_begin * task.split_keys;
-    float* o = partial + row_begin * stride;
-    switch (rows) {
-      case 1: add_values_of_rows<1>(task, split, common.begin, common.end, p, o, stride); break;
-      case 2: add_values_of_rows<2>(task, split, common.begin, common.end, p, o, stride); break;
-      case 3: add_values_of_rows<3>(task, split, common.begin, common.end, p, o, stride); break;
-      case 4: add_values_of_rows<4>(task, split, common.begin, common.end, p, o, stride); break;
-      case 5: add_values_of_rows<5>(task, split, common.begin, common.end, p, o, stride); break;
-      default: add_values_of_rows<6>(task, split, common.begin, common.end, p, o, stride); break;
+  const int64_t most_rows = block_rows(padded);
+  const bool is_cold = reads_cold_cache(task);
+  for (int64_t m = keys.begin, n = 0; m < keys.end; m += n) {
+    const int64_t position = split * task.split_keys + m;
+    n = std::min({keys.end - m, kPageTokens - position % kPageTokens, most_rows});
+    const CacheRows rows = read_rows(task, cache_address(task, task.values, position), n, w.block);
+    const uint8_t* next = nullptr;
+    if (is_cold) {
+      const bool is_last = m + n >= keys.end;
+      const int64_t following = position + n;
+      if (!is_last || following < task.position)
+        next = cache_address(task, is_last ? task.keys : task.values, following);
     }
-    each_row([&](LiveRange live, const float* row_p, float* row_o) HWY_ATTR {
-      add_values_of_rows<1>(task, split, std::max(common.end, live.begin), live.end, row_p, row_o, stride);
-      if (task.head_dim % 16 != 0 && !live.empty())
-        add_values_tail(task, split, live, row_p, task.head_dim / 16 * 16, row_o);
-    });
+    // Keys [begin, end) of the split, cut to this block, for some rows.
+    const auto add = [&](int64_t row, int count, int64_t begin, int64_t end) HWY_ATTR {
+      begin = std::max(begin, m);
+      end = std::min(end, m + n);
+      if (begin >= end) return;
+      add_values_of_tile(count, rows.values + (begin - m) * rows.stride, rows.stride, padded, end - begin,
+                         w.scores + row * task.split_keys + begin, task.split_keys, next, partial + row * stride, stride);
+      next = nullptr;
+    };
+    for (int64_t row_begin = 0; row_begin < n_rows; row_begin += kTokenTile) {
+      const int count = tile_rows(n_rows, row_begin / kTokenTile);
+      // Keys that are live for all rows of the tile are shared; those at the edges belong to some rows only.
+      const LiveRange low = live_range(task, row_begin / task.group, split);
+      const LiveRange high = live_range(task, (row_begin + count - 1) / task.group, split);
+      LiveRange common{high.begin, low.end};
+      if (common.empty()) common.end = common.begin;
+      for (int64_t row = row_begin; row < row_begin + count; ++row) {
+        const LiveRange live = live_range(task, row / task.group, split);
+        add(row, 1, live.begin, std::min(common.begin, live.end));
+      }
+      add(row_begin, count, common.begin, common.end);
+      for (int64_t row = row_begin; row < row_begin + count; ++row) {
+        const LiveRange live = live_range(task, row / task.group, split);
+        add(row, 1, std::max(common.end, live.begin), live.end);
+      }
+    }
   }
 }
 
@@ -359,8 +444,9 @@ HWY_EXPORT(merge_all);
 
 int64_t attention_scratch_floats(int64_t n_rows, int head_dim) {
   const int64_t padded = (head_dim + 15) / 16 * 16;
-  const int64_t padded_keys = head_dim % 16 == 0 ? 0 : kPageTokens * padded;
-  return n_rows * (padded + kMaxSplitKeys + 2 * partial_floats(head_dim)) + padded_keys;
+  // A block of the cache (block_rows): 16 KB, or 16 rows (8 of the longest) where those are more.
+  const int64_t block = std::max<int64_t>(4096, padded * (padded < 512 ? 16 : 8));
+  return n_rows * (padded + kMaxSplitKeys + 2 * partial_floats(head_dim)) + block;
 }
 
 void run_attention(const AttentionTask& task, float* scratch) { HWY_DYNAMIC_DISPATCH(attend)(task, scratch); }

@@ -33,9 +33,10 @@ struct AttentionTask {
   int n_tokens = 0;
   int group = 0;                    // query heads on this KV head
   int head_dim = 0;
-  const float* keys = nullptr;      // pool of the layer: [n_pages][n_kv_heads][64][head_dim], at this KV head
-  const float* values = nullptr;
-  int64_t page_stride = 0;          // floats from page to page: n_kv_heads · 64 · head_dim
+  const void* keys = nullptr;       // of this KV head in page 0: [64][head_dim], f32 or f16; in other pages page_stride_bytes on
+  const void* values = nullptr;
+  bool cache_is_f16 = false;
+  int64_t page_stride_bytes = 0;
   const int32_t* table = nullptr;   // of the sequence: [n_entries]
   int n_entries = 0;
   int64_t position = 0;             // of the first token; the others follow

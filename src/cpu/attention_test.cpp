@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "base/float_formats.h"
 #include "cpu/simd.h"
 #include "ops/program.h"
 #include "ops/random_matrix.h"
@@ -31,6 +32,7 @@ struct Shape {
   int group;
   int head_dim;
   float softcap = 0;
+  bool f16 = false;   // the cache
 };
 
 const std::vector<Shape>& shapes() {
@@ -49,6 +51,12 @@ const std::vector<Shape>& shapes() {
       {"LongerSplits", 8300, 2, 0, 1, 2, 32},
       {"SplitsChange", 8190, 5, 0, 1, 2, 32},
       {"LongestSplits", 33000, 1, 0, 1, 1, 16},
+      {"LongHeads", 100, 2, 0, 1, 2, 512},
+      {"HalvesOfSmolLm", 700, 3, 0, 3, 3, 64, 0, true},
+      {"HalvesOfGemma", 1500, 6, 512, 1, 4, 256, 50.0f, true},
+      {"HalvesOddHeads", 129, 4, 0, 3, 5, 40, 0, true},
+      {"HalvesTinyHeads", 66, 3, 0, 2, 1, 2, 0, true},
+      {"HalvesLongHeads", 100, 2, 70, 1, 2, 512, 0, true},
   };
   return table;
 }
@@ -65,11 +73,19 @@ struct CacheAndQueries {
     const auto pool_floats = static_cast<size_t>(n_entries * page_stride);
     keys.assign(pool_floats, std::numeric_limits<float>::quiet_NaN());
     values = keys;
+    half_keys.assign(pool_floats, 0x7e00);   // NaN
+    half_values = half_keys;
     for (int64_t m = first_live_key(s.position, s.window); m <= last; ++m)
       for (int head = 0; head < s.n_kv_heads; ++head)
         for (int64_t c = 0; c < s.head_dim; ++c) {
-          keys[slot(m, head) + static_cast<size_t>(c)] = random.between(-1, 1);
-          values[slot(m, head) + static_cast<size_t>(c)] = random.between(-1, 1);
+          const size_t i = slot(m, head) + static_cast<size_t>(c);
+          keys[i] = random.between(-1, 1);
+          values[i] = random.between(-1, 1);
+          if (!s.f16) continue;
+          half_keys[i] = f32_to_f16(keys[i]);
+          half_values[i] = f32_to_f16(values[i]);
+          keys[i] = f16_to_f32(half_keys[i]);
+          values[i] = f16_to_f32(half_values[i]);
         }
     q_stride = int64_t{s.n_kv_heads} * s.group * s.head_dim;
     for (int64_t i = 0; i < s.n_tokens * q_stride; ++i) q.push_back(random.between(-1, 1));
@@ -88,9 +104,11 @@ struct CacheAndQueries {
     t.n_tokens = n_tokens;
     t.group = shape.group;
     t.head_dim = shape.head_dim;
-    t.keys = keys.data() + kv_head * kPageTokens * shape.head_dim;
-    t.values = values.data() + kv_head * kPageTokens * shape.head_dim;
-    t.page_stride = page_stride;
+    const int64_t head_offset = kv_head * kPageTokens * shape.head_dim;
+    t.cache_is_f16 = shape.f16;
+    t.keys = shape.f16 ? static_cast<const void*>(half_keys.data() + head_offset) : keys.data() + head_offset;
+    t.values = shape.f16 ? static_cast<const void*>(half_values.data() + head_offset) : values.data() + head_offset;
+    t.page_stride_bytes = page_stride * static_cast<int64_t>(shape.f16 ? sizeof(uint16_t) : sizeof(float));
     t.table = table.data();
     t.n_entries = n_entries;
     t.position = shape.position + first_token;
@@ -133,7 +151,8 @@ struct CacheAndQueries {
   int n_entries = 0;
   int64_t page_stride = 0, q_stride = 0;
   std::vector<int32_t> table;
-  std::vector<float> keys, values, q;
+  std::vector<float> keys, values, q;     // keys and values of an f16 cache: what its numbers are
+  std::vector<uint16_t> half_keys, half_values;
   float scale = 1;
 };
 

@@ -169,9 +169,22 @@ std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
   return plan;
 }
 
+// Of the cache's values: f16 unless they are to be exact or f32 is asked for.
+bool cache_is_f16(CacheType type, CpuPrecision precision) {
+  switch (type) {
+    case CacheType::kDefault: return precision == CpuPrecision::kFast;
+    case CacheType::kF16: return true;
+    case CacheType::kF32: return false;
+    case CacheType::kBf16:
+    case CacheType::kFp8: break;
+  }
+  throw Error(ErrorCode::kUnsupported, fmt::format("the CPU's caches are F16 or F32, not {}", type == CacheType::kFp8 ? "FP8" : "BF16"));
+}
+
 std::vector<Allocation> plan_all(const Program& program, const StepLimits& limits, int n_threads, CpuPrecision precision) {
   const PackingPlan packing(program, precision);
-  std::vector<Allocation> plan = plan_host_buffers(program, limits, sizeof(float));
+  const bool is_f16 = cache_is_f16(limits.cache_type, precision);
+  std::vector<Allocation> plan = plan_host_buffers(program, limits, sizeof(float), is_f16 ? sizeof(uint16_t) : sizeof(float));
   plan.push_back({MemoryKind::kWeights, kPackedLabel, packing.bytes(program)});
   for (Allocation& each : plan_scratch(ScratchCounter(program, limits, packing).sizes(), n_threads))
     plan.push_back(std::move(each));
@@ -181,7 +194,7 @@ std::vector<Allocation> plan_all(const Program& program, const StepLimits& limit
 class CpuExecutor final : public HostExecutor<float> {
  public:
   CpuExecutor(const Program& program, const StepLimits& limits, std::shared_ptr<ThreadPool> pool, CpuPrecision precision)
-      : HostExecutor<float>(program, limits),
+      : HostExecutor<float>(program, limits, cache_is_f16(limits.cache_type, precision)),
         owned_pool_(std::move(pool)),
         pool_(*owned_pool_),
         packing_(program_, precision),
@@ -263,10 +276,17 @@ class CpuExecutor final : public HostExecutor<float> {
       for (int64_t head = 0; head < op.n_heads; ++head) finish_head(qkv + head * d, d, q_norm, rope, qkv + head * d);
       if (op.n_kv_heads == 0) return;
       for (int head = 0; head < op.n_kv_heads; ++head) {
-        float* key = cache_at(op.cache, CachePart::kKeys, sequence(t), head, position(t));
-        float* value = cache_at(op.cache, CachePart::kValues, sequence(t), head, position(t));
-        finish_head(qkv + k_begin + head * d, d, k_norm, rope, key);
-        finish_head(qkv + v_begin + head * d, d, v_norm, nullptr, value);
+        const auto append = [&](auto* key, auto* value) {
+          finish_head(qkv + k_begin + head * d, d, k_norm, rope, key);
+          finish_head(qkv + v_begin + head * d, d, v_norm, nullptr, value);
+        };
+        if (cache_is_f16_) {
+          append(cache_at<uint16_t>(op.cache, CachePart::kKeys, sequence(t), head, position(t)),
+                 cache_at<uint16_t>(op.cache, CachePart::kValues, sequence(t), head, position(t)));
+        } else {
+          append(cache_at(op.cache, CachePart::kKeys, sequence(t), head, position(t)),
+                 cache_at(op.cache, CachePart::kValues, sequence(t), head, position(t)));
+        }
       }
     });
   }
@@ -567,7 +587,8 @@ class CpuExecutor final : public HostExecutor<float> {
       task.out_stride = row_stride(op.out);
       task.group = group;
       task.head_dim = cache.head_dim;
-      task.page_stride = kPageTokens * cache_row_values(op.cache);
+      task.cache_is_f16 = cache_is_f16_;
+      task.page_stride_bytes = page_stride_bytes(op.cache);
       task.table = page_table(cache.group, sequence(begin));
       task.n_entries = limits_.n_entries[static_cast<size_t>(cache.group)];
       task.position = position(begin);
@@ -579,8 +600,12 @@ class CpuExecutor final : public HostExecutor<float> {
         const int64_t q_offset = int64_t{kv_head} * group * cache.head_dim;
         task.q = row(op.q, begin) + q_offset;
         task.out = row(op.out, begin) + q_offset;
-        task.keys = cache_row(op.cache, CachePart::kKeys, 0, kv_head, 0);
-        task.values = cache_row(op.cache, CachePart::kValues, 0, kv_head, 0);
+        const auto pool = [&](CachePart part) -> const void* {
+          if (cache_is_f16_) return cache_row<uint16_t>(op.cache, part, 0, kv_head, 0);
+          return cache_row<float>(op.cache, part, 0, kv_head, 0);
+        };
+        task.keys = pool(CachePart::kKeys);
+        task.values = pool(CachePart::kValues);
         tasks_.push_back(task);
       }
       begin = end;

@@ -2,7 +2,8 @@
 //
 // Matrices of 4- to 8-bit codes are packed when a program is prepared (packed_matrix.h) and multiplied in integers with
 // activations of 8 bits a group of 32 (integer_dot.h); all else is f32, and float weights are read in the mapped file.
-// With kExact nothing is packed: all products have f32 activations and read the file's blocks.
+// The cache is f16 unless f32 is asked for. With kExact nothing is packed: all products have f32 activations and read the
+// file's blocks, and the cache is f32 by default.
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,8 @@ void add_norm(const float* base, const float* y, int64_t cols, int64_t group, co
   }
 }
 
-void finish(const float* x, int64_t head_dim, const RowNorm& norm, const float* rope, float* out) {
+template <class T>
+HWY_INLINE void finish_as(const float* x, int64_t head_dim, const RowNorm& norm, const float* rope, T* out) {
   const float factor = norm_factor(x, head_dim, norm);
   if (rope == nullptr) {
     for (int64_t i = 0; i < head_dim; i += 16)
@@ -43,6 +44,13 @@ void finish(const float* x, int64_t head_dim, const RowNorm& norm, const float* 
     store16_some(low * cosine - high * sine, out + i, half - i);
     store16_some(high * cosine + low * sine, out + half + i, half - i);
   }
+}
+
+void finish(const float* x, int64_t head_dim, const RowNorm& norm, const float* rope, float* out) {
+  finish_as(x, head_dim, norm, rope, out);
+}
+void finish_f16(const float* x, int64_t head_dim, const RowNorm& norm, const float* rope, uint16_t* out) {
+  finish_as(x, head_dim, norm, rope, out);
 }
 
 void weighted_sum(const float* terms, int64_t term_stride, const int32_t* indices, const float* weights, int n_terms,
@@ -64,6 +72,7 @@ namespace beryl {
 
 HWY_EXPORT(add_norm);
 HWY_EXPORT(finish);
+HWY_EXPORT(finish_f16);
 HWY_EXPORT(weighted_sum);
 
 void add_norm_row(const float* base, const float* y, int64_t cols, int64_t group, const RowNorm& norm, float scale,
@@ -73,6 +82,10 @@ void add_norm_row(const float* base, const float* y, int64_t cols, int64_t group
 
 void finish_head(const float* x, int64_t head_dim, const RowNorm& norm, const float* rope, float* out) {
   HWY_DYNAMIC_DISPATCH(finish)(x, head_dim, norm, rope, out);
+}
+
+void finish_head(const float* x, int64_t head_dim, const RowNorm& norm, const float* rope, uint16_t* out) {
+  HWY_DYNAMIC_DISPATCH(finish_f16)(x, head_dim, norm, rope, out);
 }
 
 void weighted_sum_row(const float* terms, int64_t term_stride, const int32_t* indices, const float* weights,

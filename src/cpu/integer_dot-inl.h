@@ -181,6 +181,8 @@ BERYL_INLINE Simd::Ints dot_some(Simd::Ints sum, const Simd::Codes* w, int begin
   return sum;
 }
 
+constexpr int kGroupsAhead = 4;
+
 template <class P, int kTokens>
 __attribute__((noinline)) void multiply_packed(const uint8_t* tile, const QuantizedTokens& x, int64_t first_token,
                                                float* z, int64_t z_stride) {
@@ -205,6 +207,9 @@ __attribute__((noinline)) void multiply_packed(const uint8_t* tile, const Quanti
       for (int t = 0; t < kTokens; ++t) {
         const int8_t* q = values + t * x.cols + kGroupCols * g;
         const ActivationGroup& group = groups[t * n_groups + g];
+        // Weights stream through the L1 cache and drive x out of it where columns are many.
+        __builtin_prefetch(q + kGroupCols * kGroupsAhead);
+        __builtin_prefetch(&group + kGroupsAhead);
         const Simd::Floats x_scale = Simd::set(group.scale);
         if constexpr (Scales::kHalves == 1) {
           const Simd::Ints sum = dot_some<P::kWide>(

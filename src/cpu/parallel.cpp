@@ -1,14 +1,16 @@
 #include "cpu/parallel.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
-#include <set>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -84,29 +86,55 @@ double quota_of_cpu_max(std::string_view text) {
   return numbers[0] > 0 && numbers[1] > 0 ? numbers[0] / numbers[1] : 0;
 }
 
-int usable_cores() {
-  int n_cores = static_cast<int>(std::thread::hardware_concurrency());
+namespace {
+
+// Of the affinity mask, by core: its hardware threads. Where the system does not tell which belong together, each counts as one.
+std::vector<std::vector<int>> allowed_cores() {
+  std::map<std::string, std::vector<int>> cores;   // by the list of their hardware threads
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) {
-    std::set<std::string> cores;  // by the list of their hardware threads; where it cannot be read, each counts
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (!CPU_ISSET(cpu, &allowed)) continue;
-      std::string siblings =
-          read_file(fmt::format("/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list", cpu));
-      cores.insert(siblings.empty() ? fmt::format("cpu {}", cpu) : std::move(siblings));
-    }
-    n_cores = static_cast<int>(cores.size());
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return {};
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    std::string siblings = read_file(fmt::format("/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list", cpu));
+    cores[siblings.empty() ? fmt::format("cpu {}", cpu) : std::move(siblings)].push_back(cpu);
   }
+  std::vector<std::vector<int>> list;
+  for (auto& [siblings, cpus] : cores) list.push_back(std::move(cpus));
+  std::sort(list.begin(), list.end());
+  return list;
+}
+
+}  // namespace
+
+int usable_cores() {
+  const auto n_allowed = static_cast<int>(allowed_cores().size());
+  int n_cores = n_allowed > 0 ? n_allowed : static_cast<int>(std::thread::hardware_concurrency());
   const double quota = cgroup_quota();
   if (quota > 0) n_cores = std::min(n_cores, static_cast<int>(std::ceil(quota)));
   return std::max(n_cores, 1);
+}
+
+std::vector<std::vector<int>> cores_of_threads(int n_threads) {
+  const char* const wish = std::getenv("BERYL_PIN_THREADS");
+  if (wish != nullptr && std::string_view(wish) == "0") return {};
+  std::vector<std::vector<int>> cores = allowed_cores();
+  if (static_cast<int>(cores.size()) != n_threads || usable_cores() != n_threads) return {};
+  cores.erase(cores.begin());
+  return cores;
 }
 
 ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads > 0 ? n_threads : usable_cores())) {
   n_threads = static_cast<int>(stretches_.size());
   workers_.reserve(static_cast<size_t>(n_threads - 1));
   for (int thread = 1; thread < n_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  const std::vector<std::vector<int>> cores = cores_of_threads(n_threads);
+  for (size_t i = 0; i < cores.size(); ++i) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int cpu : cores[i]) CPU_SET(cpu, &set);
+    pthread_setaffinity_np(workers_[i].native_handle(), sizeof(set), &set);   // refused: they run where the system likes
+  }
 }
 
 ThreadPool::~ThreadPool() {

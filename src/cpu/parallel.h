@@ -7,6 +7,9 @@
 //
 // Each thread begins with a stretch of items of its own, so that it reads the memory behind them as one stream, and then
 // helps the others with theirs. Which thread computes an item is a matter of chance: its result must not depend on it.
+//
+// Where there are as many threads as physical cores that the process may use, each worker is bound to a core of its own. With
+// fewer, or more, or a CPU quota, the system places them: which cores are free it knows better. BERYL_PIN_THREADS=0: never.
 #pragma once
 
 #include <atomic>
@@ -75,6 +78,10 @@ class ThreadPool {
 // Physical cores that this process may use: the affinity mask, one thread a core, cut to the CPU quota of its control
 // group (rounded up). At least 1.
 int usable_cores();
+
+// The cores that workers 1, 2, ... of a pool of n_threads are bound to, each as the hardware threads of it that the process may
+// use; the calling thread, 0, is left the first one. Empty: they are not bound.
+std::vector<std::vector<int>> cores_of_threads(int n_threads);
 
 // CPUs of a quota, from the text of cgroup v2's cpu.max ("150000 100000": 1.5; "max 100000": none). <= 0: no limit.
 double quota_of_cpu_max(std::string_view text);

@@ -1,14 +1,17 @@
 // What: the pool runs each item exactly once whatever the thread count, hands exceptions to the caller, survives them,
-//       and uses no CPU when idle.
+//       and uses no CPU when idle; its workers are bound to cores exactly where parallel.h says so.
 // How:  counters per item; loops of all sizes in quick succession (so that late workers meet the next loop); CPU time
 //       of the process over a pause.
 #include "cpu/parallel.h"
 
 #include <gtest/gtest.h>
 
+#include <sched.h>
 #include <time.h>
 
 #include <chrono>
+#include <cstdlib>
+#include <set>
 #include <stdexcept>
 #include <vector>
 
@@ -100,6 +103,50 @@ TEST(ThreadPoolTest, SleepsWhenIdle) {
   std::atomic<int> n_run{0};
   pool.parallel_for(100, 1, [&](int64_t, int64_t, int) { ++n_run; });
   EXPECT_EQ(n_run.load(), 100);
+}
+
+// The hardware threads that each worker may run on, seen from within.
+std::vector<std::vector<int>> cpus_of_workers(int n_threads) {
+  ThreadPool pool(n_threads);
+  std::vector<std::vector<int>> cpus(static_cast<size_t>(n_threads));
+  std::atomic<int> n_seen{0};
+  pool.parallel_for(n_threads, 1, [&](int64_t, int64_t, int thread) {
+    cpu_set_t set;
+    sched_getaffinity(0, sizeof(set), &set);
+    std::vector<int>& seen = cpus[static_cast<size_t>(thread)];
+    if (seen.empty()) ++n_seen;
+    seen.clear();
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &set)) seen.push_back(cpu);
+    // Holds the thread until all have come, so that each takes an item; not for ever, should the system hold one back.
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+    while (n_seen.load() < n_threads && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  });
+  cpus.erase(cpus.begin());
+  return cpus;
+}
+
+TEST(PinningTest, BindsEachWorkerToACoreOfItsOwnWhereThereAreAsManyAsThreads) {
+  const int n_cores = usable_cores();
+  const std::vector<std::vector<int>> cores = cores_of_threads(n_cores);
+  if (cores.empty()) GTEST_SKIP() << "one core, or a quota below the number of cores";
+  ASSERT_EQ(cores.size(), static_cast<size_t>(n_cores) - 1);
+  EXPECT_EQ(cpus_of_workers(n_cores), cores);
+  std::set<int> all;
+  for (const std::vector<int>& core : cores)
+    for (const int cpu : core) EXPECT_TRUE(all.insert(cpu).second) << "two cores have CPU " << cpu;
+}
+
+TEST(PinningTest, LeavesOtherPoolsToTheSystem) {
+  const int n_cores = usable_cores();
+  EXPECT_TRUE(cores_of_threads(n_cores + 1).empty());
+  cpu_set_t own;
+  sched_getaffinity(0, sizeof(own), &own);
+  for (const std::vector<int>& cpus : cpus_of_workers(n_cores + 2))
+    EXPECT_EQ(cpus.size(), static_cast<size_t>(CPU_COUNT(&own)));
+  setenv("BERYL_PIN_THREADS", "0", 1);
+  EXPECT_TRUE(cores_of_threads(n_cores).empty());
+  unsetenv("BERYL_PIN_THREADS");
 }
 
 TEST(UsableCoresTest, ReadsQuotas) {

@@ -1,5 +1,9 @@
 #include "cpu/simd.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
@@ -19,16 +23,19 @@ namespace {
 struct Target {
   const char* name;
   int64_t bit;                      // Highway's
-  bool vnni;
+  bool (*has_more)();               // of what the integer kernels need; null: nothing
   const IntegerKernels* integer;
 };
 #if defined(__x86_64__)
-constexpr Target kTargets[] = {{"avx512vnni", HWY_AVX3, true, &kAvx512VnniIntegerKernels},
-                               {"avx512", HWY_AVX3, false, &kAvx512IntegerKernels},
-                               {"avx2", HWY_AVX2, false, &kAvx2IntegerKernels},
-                               {"sse4", HWY_SSE4, false, &kPortableIntegerKernels}};
+bool has_vnni() { return __builtin_cpu_supports("avx512vnni") != 0; }
+constexpr Target kTargets[] = {{"avx512vnni", HWY_AVX3, has_vnni, &kAvx512VnniIntegerKernels},
+                               {"avx512", HWY_AVX3, nullptr, &kAvx512IntegerKernels},
+                               {"avx2", HWY_AVX2, nullptr, &kAvx2IntegerKernels},
+                               {"sse4", HWY_SSE4, nullptr, &kPortableIntegerKernels}};
 #else
-constexpr Target kTargets[] = {{"neon", HWY_NEON, false, &kPortableIntegerKernels}};
+bool has_dot_product() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+constexpr Target kTargets[] = {{"neondot", HWY_NEON, has_dot_product, &kNeonDotIntegerKernels},
+                               {"neon", HWY_NEON, nullptr, &kPortableIntegerKernels}};
 #endif
 
 const Target* chosen = nullptr;     // null: the best
@@ -45,11 +52,7 @@ int64_t processor_targets() {
 }
 
 bool has(const Target& target) {
-  if ((processor_targets() & target.bit) == 0) return false;
-#if defined(__x86_64__)
-  if (target.vnni) return __builtin_cpu_supports("avx512vnni") != 0;
-#endif
-  return true;
+  return (processor_targets() & target.bit) != 0 && (target.has_more == nullptr || target.has_more());
 }
 
 const Target* current() {

@@ -16,8 +16,8 @@
 
 namespace beryl {
 
-// Names, best first: "avx512vnni", "avx512", "avx2", "sse4", "neon"; only those that this processor has. The first two
-// differ in the integer kernels alone.
+// Names, best first: "avx512vnni", "avx512", "avx2", "sse4", or "neondot", "neon"; only those that this processor has. The
+// first two of either list differ in the integer kernels alone.
 std::vector<std::string> cpu_targets();
 // The one that kernels run on now.
 std::string cpu_target();

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/float_formats.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -72,6 +73,53 @@ HWY_INLINE void store16_some(const Vec16& v, float* to, int64_t count) {
   std::memcpy(to, lanes, static_cast<size_t>(count) * sizeof(float));
 }
 
+// Sixteen f16. Stored: rounded to the nearest even, what is beyond their range as 65504, NaN as a NaN.
+HWY_INLINE FloatPart load_part(const float* from) { return hn::LoadU(FloatTag(), from); }
+HWY_INLINE FloatPart load_part(const uint16_t* from) {
+#if HWY_TARGET == HWY_SSE4
+  alignas(16) float lanes[kPartLanes];
+  for (size_t i = 0; i < kPartLanes; ++i) lanes[i] = f16_to_f32(from[i]);
+  return hn::Load(FloatTag(), lanes);
+#else
+  const hn::Rebind<uint16_t, FloatTag> d16;
+  const hn::Rebind<hwy::float16_t, FloatTag> df16;
+  return hn::PromoteTo(FloatTag(), hn::BitCast(df16, hn::LoadU(d16, from)));
+#endif
+}
+HWY_INLINE Vec16 load16_halves(const uint16_t* from) {
+  Vec16 r;
+  for (size_t p = 0; p < kParts; ++p) r.part[p] = load_part(from + p * kPartLanes);
+  return r;
+}
+HWY_INLINE void store16_halves(const Vec16& v, uint16_t* to) {
+#if HWY_TARGET == HWY_SSE4
+  alignas(16) float lanes[16];
+  store16(v, lanes);
+  for (int i = 0; i < 16; ++i) to[i] = f32_to_f16_in_range(lanes[i]);
+#else
+  const hn::Rebind<uint16_t, FloatTag> d16;
+  const hn::Rebind<hwy::float16_t, FloatTag> df16;
+  const auto largest = hn::Set(FloatTag(), 65504.0f);
+  for (size_t p = 0; p < kParts; ++p) {
+    const auto in_range = hn::Clamp(v.part[p], hn::Neg(largest), largest);
+    const auto value = hn::IfThenElse(hn::IsNaN(v.part[p]), v.part[p], in_range);
+    hn::StoreU(hn::BitCast(d16, hn::DemoteTo(df16, value)), d16, to + p * kPartLanes);
+  }
+#endif
+}
+HWY_INLINE Vec16 load16_some(const uint16_t* from, int64_t count) {
+  if (count >= 16) return load16_halves(from);
+  alignas(32) uint16_t lanes[16] = {};
+  std::memcpy(lanes, from, static_cast<size_t>(count) * sizeof(uint16_t));
+  return load16_halves(lanes);
+}
+HWY_INLINE void store16_some(const Vec16& v, uint16_t* to, int64_t count) {
+  if (count >= 16) return store16_halves(v, to);
+  alignas(32) uint16_t lanes[16];
+  store16_halves(v, lanes);
+  std::memcpy(to, lanes, static_cast<size_t>(count) * sizeof(uint16_t));
+}
+
 HWY_INLINE Vec16 operator+(const Vec16& a, const Vec16& b) {
   Vec16 r;
   for (size_t p = 0; p < kParts; ++p) r.part[p] = hn::Add(a.part[p], b.part[p]);
@@ -122,6 +170,27 @@ HWY_INLINE void store_sums_of_4(const Vec16& a, const Vec16& b, const Vec16& c, 
   const auto cd = hn::Add(hn::InterleaveLower(d4, fc, fd), hn::InterleaveUpper(d4, fc, fd));
   hn::StoreU(hn::Add(hn::ConcatLowerLower(d4, cd, ab), hn::ConcatUpperUpper(d4, cd, ab)), d4, to);
 }
+
+#if HWY_MAX_BYTES >= 64
+// The first two halvings of four vectors at once: the four partial sums of a, c, b and d, in the 128-bit blocks in that order.
+HWY_INLINE FloatPart fold_4_to_blocks(FloatPart a, FloatPart b, FloatPart c, FloatPart d) {
+  const FloatTag tag;
+  const auto ab = hn::Add(hn::ConcatUpperLower(tag, b, a), hn::ConcatLowerUpper(tag, b, a));   // a a b b
+  const auto cd = hn::Add(hn::ConcatUpperLower(tag, d, c), hn::ConcatLowerUpper(tag, d, c));
+  return hn::Add(hn::OddEvenBlocks(cd, ab), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(ab, cd)));
+}
+// The other two halvings of what four calls of it gave: lane 4 j + i is the sum that is block j of the i-th of (a, c, b, d).
+HWY_INLINE FloatPart fold_blocks_to_sums(FloatPart a, FloatPart b, FloatPart c, FloatPart d) {
+  const FloatTag tag;
+  const hn::Repartition<double, FloatTag> pairs;
+  const auto halve = [&](FloatPart x, FloatPart y) HWY_ATTR {   // x x y y in each block
+    const auto px = hn::BitCast(pairs, x), py = hn::BitCast(pairs, y);
+    return hn::Add(hn::BitCast(tag, hn::OddEven(py, px)), hn::BitCast(tag, hn::Shuffle01(hn::OddEven(px, py))));
+  };
+  const auto ab = halve(a, b), cd = halve(c, d);
+  return hn::Add(hn::OddEven(cd, ab), hn::Shuffle2301(hn::OddEven(ab, cd)));
+}
+#endif
 
 // Sixteen bytes, signed or not, to sixteen floats.
 template <class V>

@@ -62,6 +62,19 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// A warp: the same for a barrier of the ring that bulk copies use too, which expects one arrival there, and without bulk copies 32.
+__device__ __forceinline__ void barrier_join_copies(uint64_t* barrier, int lane) {
+#if BERYL_BULK_COPY
+  // Each lane's copies raise the count of the phase by one and arrive when they have landed; the last arrival is lane 0's.
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+#else
+  (void)lane;
+  barrier_arrive_after_copies(barrier);
+#endif
+}
+
 #if BERYL_BULK_COPY
 // Weights are read once a token: they should leave the L2 first.
 __device__ __forceinline__ uint64_t evict_first_policy() {

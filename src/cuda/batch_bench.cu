@@ -69,8 +69,9 @@ __global__ void __launch_bounds__(32) order_kernel(OrderArgs a) {
       if (lane == 0) norm_sums[group] = sum;
     }
     __syncwarp();
-    float sum = 0;
-    for (int group = 0; group * 128 < a.cols; ++group) sum += norm_sums[group];
+    float parts[4] = {};
+    for (int group = 0; group * 128 < a.cols; ++group) parts[group % 4] += norm_sums[group];
+    const float sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     if (lane % 4 == r) factor = rsqrtf(fmaf(sum, 1.0f / static_cast<float>(a.cols), a.eps));
     __syncwarp();
   }
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(32) order_kernel(OrderArgs a) {
       case DecodeEpilogue::kGeluTimesOther: value = quick_gelu_tanh(value) * other; break;
       case DecodeEpilogue::kTimesGeluOther: value = value * quick_gelu_tanh(other); break;
       case DecodeEpilogue::kTimesSiluOther: value = value * quick_silu(other); break;
-      case DecodeEpilogue::kSoftcap: value = a.softcap * tanhf(value / a.softcap); break;
+      case DecodeEpilogue::kSoftcap: value = a.softcap * tanhf(__fdividef(value, a.softcap)); break;
       case DecodeEpilogue::kStore: break;
     }
     a.y.values[row * a.y.stride + col] = __uint_as_float(round_result(value));

@@ -409,11 +409,12 @@ class BatchLinear {
     __syncwarp();
     fence_bulk_copies();
   }
-  // The norm's factors of rows `lane` and `lane + 32` of x.
+  // The norm's factors of rows `lane` and `lane + 32` of x; sums in the order of norm_factor_of (row_math.cuh).
   __device__ __forceinline__ void norm_factors(float (&factors)[2]) const {
     constexpr int kHalves = kGroups > 2 ? 2 : 1, kBatch = 32;
     const int n_groups = (a.cols + 127) / 128;
-    float sums[2] = {};
+    static_assert(kBatch % 4 == 0);
+    float parts[2][4] = {};
 #pragma unroll 1
     for (int first = 0; first < n_groups; first += kBatch) {
       float squares[kHalves][kBatch];
@@ -427,10 +428,13 @@ class BatchLinear {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
 #pragma unroll
-        for (int h = 0; h < kHalves; ++h) sums[h] = __fadd_rn(sums[h], squares[h][i]);      // the last ones add nothing
+        for (int h = 0; h < kHalves; ++h) parts[h][i % 4] = __fadd_rn(parts[h][i % 4], squares[h][i]);      // the last ones add nothing
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) factors[h] = rsqrtf(__fmaf_rn(sums[h], a.inverse_cols, a.norm_eps));
+    for (int h = 0; h < 2; ++h) {
+      const float sum = __fadd_rn(__fadd_rn(parts[h][0], parts[h][1]), __fadd_rn(parts[h][2], parts[h][3]));
+      factors[h] = rsqrtf(__fmaf_rn(sum, a.inverse_cols, a.norm_eps));
+    }
   }
 
   // ---- copies ----
@@ -749,7 +753,7 @@ class BatchLinear {
       case DecodeEpilogue::kGatedSilu:
         return store_rows<3>(row_tile, [](float value, float up) { return __fmul_rn(quick_silu(value), up); });
       case DecodeEpilogue::kSoftcap:
-        return store_rows<4>(row_tile, [&](float value, int, int) { return a.softcap * tanhf(value / a.softcap); });
+        return store_rows<4>(row_tile, [&](float value, int, int) { return a.softcap * tanhf(__fdividef(value, a.softcap)); });
       case DecodeEpilogue::kGeluTimesOther:
         return store_rows<4>(row_tile,
                              [&](float value, int row, int col) { return quick_gelu_tanh(value) * other(row, col); });

@@ -1,4 +1,4 @@
-// y = epilogue(W · norm(x)) for 9 to 64 rows of x (right for any number): batched decoding and short prompts, on the
+// y = epilogue(W · norm(x)) for 5 to 64 rows of x (right for any number): batched decoding and short prompts, on the
 // same packed tiles as the decode kernel, without expanding them.
 //
 // x is cut into digits (codec.cuh) once, in the order in which the tensor cores read them; the weights stream through

@@ -1,4 +1,4 @@
-// The decode kernel's frame: the copying warp, the walk through the phases, and the launch.
+// The decode kernel's frame: the warp that copies weights, the walk through the phases, and the launch.
 #include "cuda/decode.h"
 
 #include <algorithm>
@@ -25,6 +25,17 @@ __device__ __forceinline__ void copy_slot(unsigned char* to, const unsigned char
 #endif
 }
 
+// To the warp that copies keys and values (decode_attention.cuh); null: there are no more.
+__device__ __forceinline__ void hand_ring(const DecodeBlock& block, const AttentionPhase* phase, const RingPlace& ring, bool filled) {
+#if !BERYL_BULK_COPY
+  __syncwarp();
+#endif
+  if (block.lane == 0) {
+    block.small->handed = {phase, ring.slot, ring.parity, filled};
+    barrier_arrive(&block.small->hand_over);
+  }
+}
+
 // The same order as run_linear: batches of units, in a batch the chunks, in a chunk the units, in a unit its stages.
 __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #if BERYL_BULK_COPY
@@ -35,11 +46,20 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #endif
   RingPlace ring;
   bool filled = false;                             // the ring has been full once: slots must be free again
+  uint32_t turn = 0;
   const WeightStream* at = block.args.streams;
   WeightStream next = *at;
   while (next.weights != nullptr) {
     const WeightStream s = next;
     next = *++at;                                  // here, so that it is there in time
+    if (s.n_stages == 0) {
+      hand_ring(block, reinterpret_cast<const AttentionPhase*>(s.weights), ring, filled);
+      barrier_wait_suspended(&block.small->hand_back, turn);
+      turn ^= 1;
+      ring = {block.small->handed.slot, block.small->handed.parity};
+      filled = block.small->handed.filled;
+      continue;
+    }
     const LinearShare share = linear_share(block.args, s);
     const int stages_a_slot = stages_of_slot(block.args, s);
     for (int unit = 0; unit < share.n_units; unit += share.batch) {
@@ -59,6 +79,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
       }
     }
   }
+  hand_ring(block, nullptr, ring, filled);
 #if !BERYL_BULK_COPY
   commit_copies();
   wait_copies<0>();
@@ -77,16 +98,21 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       barrier_init(&small->full[s], BERYL_BULK_COPY ? 1 : 32);
       barrier_init(&small->empty[s], kMatvecWarps);
     }
+    barrier_init(&small->has_factors, 1);
+    barrier_init(&small->hand_over, 1);
+    barrier_init(&small->hand_back, 1);
     barrier_init_fence();
   }
   constexpr int kPhaseWords = sizeof(DecodePhase) / 16;
   static_assert(kPhaseWords <= 32);
   if (block.warp == 0) {
-    if (lane < kMatvecWarps) small->places[lane] = {0, 0, 0, 0};
+    if (lane < kMatvecWarps) small->places[lane] = {};
     small->tables[0][lane] = kPositiveLow;
     small->tables[1][lane] = kNegativeLow;
     small->tables[2][lane] = ~0u;
-    if (lane < kPhaseWords) reinterpret_cast<uint4*>(&small->phases[0])[lane] = reinterpret_cast<const uint4*>(args.phases)[lane];
+    // The first two; behind any phase there is another one or the end.
+    for (int i = 0; i < 2; ++i)
+      if (lane < kPhaseWords) reinterpret_cast<uint4*>(&small->phases[i])[lane] = reinterpret_cast<const uint4*>(args.phases + i)[lane];
     if (lane < args.n_rows) {
       small->positions[lane] = args.positions[lane];
       small->sequences[lane] = args.sequences[lane];
@@ -102,6 +128,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     give_registers<32>();
     // The last of four schedulers has the fewest warps that compute, where there are not 16 of them.
     if (block.warp == kMatvecWarps + 3) copy_weights(block);
+    else if (block.warp == kMatvecWarps + 2) copy_attention(block);
   } else {
     take_registers<112>();
 #pragma unroll 1
@@ -111,10 +138,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       const int index = now.small->places[now.warp].phase;
       DecodePhase& phase = now.small->phases[index % kHeldPhases];
       if (phase.kind == PhaseKind::kEnd) break;
-      // The next phase comes while this one runs, and is there for all behind its last barrier.
-      if (now.thread < kPhaseWords)
-        copy16_async(shared_address(reinterpret_cast<uint4*>(&now.small->phases[(index + 1) % kHeldPhases]) + now.thread),
-                     reinterpret_cast<const uint4*>(args.phases + index + 1) + now.thread, 16);
+      // The phase after the next comes while this one runs, and is there for all behind its last barrier.
+      if (now.thread < kPhaseWords && now.small->phases[(index + 1) % kHeldPhases].kind != PhaseKind::kEnd)
+        copy16_async(shared_address(reinterpret_cast<uint4*>(&now.small->phases[(index + 2) % kHeldPhases]) + now.thread),
+                     reinterpret_cast<const uint4*>(args.phases + index + 2) + now.thread, 16);
       commit_copies();
       const auto hold_next = [] { wait_copies<0>(); };
       const auto stamp = [&](int which) {
@@ -127,7 +154,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       };
       stamp(0);
       if (phase.kind == PhaseKind::kLinear) run_linear<kRows>(args, decode_shared, &phase.linear, hold_next, stamp);
-      else run_attention<kRows>(args, decode_shared, phase.attention, hold_next, stamp);
+      else run_attention(args, decode_shared, phase.attention, hold_next, stamp);
       stamp(3);
       const DecodeBlock then(args, afresh(decode_shared));
       __syncwarp();
@@ -148,7 +175,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   if (static_cast<int>(threadIdx.x) < args.n_rows) args.flags[threadIdx.x] += 1;
   if (args.residual_out == nullptr) return;
   const int64_t n = args.n_rows * args.residual_cols;
-  const float* from = args.residual + int64_t{blockIdx.x} * kDecodeRows * args.residual_cols;
+  const float* from = block.residual(0, 0);
   for (int64_t i = threadIdx.x; i < n; i += kDecodeThreads) args.residual_out[i] = from[i];
 }
 
@@ -169,8 +196,12 @@ MatvecDevice matvec_device() {
 int attention_scratch_bytes(int head_dim, int heads_of_kv) {
   return AttentionScratch::bytes(head_dim, heads_of_kv < kUnitHeads ? heads_of_kv : kUnitHeads, 0);
 }
+int attention_slot_bytes(int head_dim) { return 16 * head_dim * 2; }
 int attention_row_bytes(int head_dim) { return 2 * head_dim * 2; }
 
+bool decode_takes_plain_integers(Format format) {
+  return !needs_x_sums(format) && format != Format::kBf16 && format != Format::kF16 && format != Format::kFp8;
+}
 bool decode_attends(int head_dim, CacheElement element, int window) {
   return (head_dim == 64 || head_dim == 128 || head_dim == 256 || head_dim == 512) && element != CacheElement::kF32 && decodes_window(window);
 }
@@ -179,10 +210,14 @@ int64_t decode_partial_states(int n_heads) { return int64_t{n_heads} * kMaxDecod
 
 namespace {
 
-DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, int x_bytes) {
+DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, int x_bytes, bool near_by) {
   constexpr int kPartialBytes = 8 * 1024;          // of one buffer, so that a batch has several units
   DecodeCut cut;
   cut.sum_groups = needs.sum_groups;
+  if (near_by) {
+    cut.residual_bytes = round_up(n_rows * needs.residual_cols * 4, 128);
+    cut.vector_bytes = needs.holds_vectors ? kMatvecWarps * 1024 : 0;
+  }
   cut.x_bytes = round_up(x_bytes, 16);
   cut.partials_at = round_up(kMatvecWarps * cut.x_bytes, 128);
   const int unit_bytes = needs.unit_partials * n_rows * 4;
@@ -195,28 +230,35 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, i
   const int scratch = cut.partials_at + 2 * partial_bytes;
   cut.scratch_bytes = round_up(scratch > attention ? scratch : attention, 128);
   if (cut.scratch_bytes < AttentionScratch::kMergeBytes) cut.scratch_bytes = round_up(AttentionScratch::kMergeBytes, 128);
-  const int left = shared_per_block - cut.scratch_bytes - small;
-  for (const int slot : {needs.slot_bytes, needs.stage_bytes}) {
-    if (slot <= 0 || left / slot < (slot == needs.slot_bytes ? 3 : 2)) continue;
-    cut.slot_bytes = slot;
-    cut.n_slots = left / slot < kDecodeMaxSlots ? left / slot : kDecodeMaxSlots;
-    break;
+  const int left = shared_per_block - cut.scratch_bytes - cut.residual_bytes - cut.vector_bytes - small;
+  // Slots with all the stages that phases like to have in one, if there are three of them, else with one stage. Attention by itself has no
+  // weights.
+  const bool alone = needs.slot_bytes == 0;
+  const int most = alone ? 2 * needs.attention_slot_bytes : std::max(needs.slot_bytes, needs.attention_slot_bytes);
+  const int least = alone ? needs.attention_slot_bytes : std::max(needs.stage_bytes, needs.attention_slot_bytes);
+  if (least > 0 && left > 0) {
+    cut.slot_bytes = left / most >= 3 ? most : least;
+    cut.n_slots = std::min(left / cut.slot_bytes, kDecodeMaxSlots);
   }
-  // Attention alone has no weights.
-  if (needs.stage_bytes == 0 && left >= 0) cut.slot_bytes = 0, cut.n_slots = 1;
-  if (cut.n_slots == 0) return {};
-  cut.shared_bytes = cut.n_slots * cut.slot_bytes + cut.scratch_bytes + small;
+  if (cut.n_slots < 2) return {};
+  cut.shared_bytes = cut.n_slots * cut.slot_bytes + cut.scratch_bytes + cut.residual_bytes + cut.vector_bytes + small;
   return cut;
 }
 
 }  // namespace
 
-// x of all chunks at once where that costs at most one slot of the ring.
+// The residual and the norms' vectors in shared memory where three slots of the ring remain; then x of all chunks at once where that costs
+// at most one of them.
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
-  const int one_chunk = x_chunk_bytes(n_rows, needs.group_bytes);
-  const DecodeCut one = cut_with(needs, n_rows, shared_per_block, one_chunk);
-  const DecodeCut all = cut_with(needs, n_rows, shared_per_block, std::max(one_chunk, n_rows * needs.x_all_bytes));
-  return all.n_slots > 0 && all.slot_bytes == one.slot_bytes && all.n_slots + 1 >= one.n_slots && all.n_slots >= 3 ? all : one;
+  constexpr int kSlots = 3;
+  const int one_chunk = x_chunk_bytes(n_rows, needs.group_bytes), all_chunks = std::max(one_chunk, n_rows * needs.x_all_bytes);
+  for (const bool near_by : {true, false}) {
+    const DecodeCut one = cut_with(needs, n_rows, shared_per_block, one_chunk, near_by);
+    const DecodeCut all = cut_with(needs, n_rows, shared_per_block, all_chunks, near_by);
+    if (all.n_slots >= kSlots && all.slot_bytes == one.slot_bytes && all.n_slots + 1 >= one.n_slots) return all;
+    if (!near_by || (one.n_slots >= kSlots && one.slot_bytes == std::max(needs.slot_bytes, needs.attention_slot_bytes))) return one;
+  }
+  return {};
 }
 
 void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCut& cut, int n_blocks) {
@@ -228,7 +270,9 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   args.partial_floats = cut.partial_floats;
   args.partial_row_floats = cut.partial_floats / args.n_rows;
   args.scratch_at = cut.n_slots * cut.slot_bytes;
-  args.small_at = args.scratch_at + cut.scratch_bytes;
+  args.residual_at = cut.residual_bytes > 0 ? args.scratch_at + cut.scratch_bytes : 0;
+  args.vectors_at = cut.vector_bytes > 0 ? args.scratch_at + cut.scratch_bytes + cut.residual_bytes : 0;
+  args.small_at = args.scratch_at + cut.scratch_bytes + cut.residual_bytes + cut.vector_bytes;
   args.sum_groups = round_up(cut.sum_groups, 4);
   args.row_sums = args.n_rows * args.sum_groups;
   args.rows_inverse = static_cast<uint32_t>((65536 + args.n_rows - 1) / args.n_rows);

@@ -21,6 +21,8 @@ struct DecodeCut {
   int partials_at = 0;
   int partial_floats = 0;
   int scratch_bytes = 0;
+  int residual_bytes = 0;           // 0: the residual is in device memory
+  int vector_bytes = 0;
   int sum_groups = 0;
   int shared_bytes = 0;
 };
@@ -34,13 +36,19 @@ struct DecodeNeeds {
   int unit_partials = 0;            // floats, a row of x
   int attention_bytes = 0;          // without rows,
   int attention_row_bytes = 0;      // and for each row
+  int attention_slot_bytes = 0;     // the least that a slot of the ring must hold for it
   int sum_groups = 0;
+  int residual_cols = 0;            // 0: no phase has the residual
+  bool holds_vectors = false;       // LinearPhase::norm_held of any
 };
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block);
 
-// Scratch of attention units without rows, and for each row.
+// Scratch of attention units without rows, and for each row; the smallest slot of the ring.
 int attention_scratch_bytes(int head_dim, int heads_of_kv);
 int attention_row_bytes(int head_dim);
+// Formats whose x is integers without sums (LinearPhase::short_path).
+bool decode_takes_plain_integers(Format format);
+int attention_slot_bytes(int head_dim);
 // Head widths and caches that the kernel attends to.
 bool decode_attends(int head_dim, CacheElement element, int window);
 // Floats and states of the partial sums of one row.

@@ -14,7 +14,9 @@ inline constexpr int kDecodeConsumers = kMatvecWarps * 32;     // threads that c
 // And the warp that copies weights, in a group of four: only whole groups can hand registers over to others.
 inline constexpr int kDecodeThreads = kDecodeConsumers + 128;
 inline constexpr int kDecodeMaxSlots = 16;
-inline constexpr int kHeldPhases = 4;                           // warps are less than this many phases apart
+// Warps are at most in two phases at a time, and two more come ahead.
+inline constexpr int kHeldPhases = 4;
+inline constexpr int kHeldWeights = 64;
 
 // Where a warp is, kept in shared memory through what does not need it.
 struct alignas(16) WarpPlace {
@@ -22,16 +24,47 @@ struct alignas(16) WarpPlace {
   int slot;                         // of the ring
   uint32_t parity;
   int buffer;                       // of the two for partial sums
+  uint32_t factors;                 // parity of DecodeShared::has_factors
 };
 
-// Shared memory: the ring, the scratch (x and partial sums, or what attention needs), this, sums of norms.
+// What an attention phase's warps are at (decode_attention.cuh), kept likewise.
+struct alignas(16) WarpUnit {
+  int row;
+  int kv_head;
+  int first_head, n_heads;
+  int unit, n_units;
+  int n_tiles;
+  bool neighbours;                  // as in DecodeUnits
+  bool first_tile_of_heads;         // of the KV head's query heads
+  int position;
+  uint32_t new_rows;                // rows of this launch whose keys and values the unit makes itself
+};
+
+// Shared memory: the ring (weights, and an attention phase's keys and values), the scratch (x and partial sums, or what attention needs), this, sums of norms.
 struct DecodeShared {
   alignas(16) DecodePhase phases[kHeldPhases];
   alignas(8) uint64_t full[kDecodeMaxSlots];
   uint64_t empty[kDecodeMaxSlots];
+  uint64_t has_factors;             // of a phase's AddNorm
   WarpPlace places[kMatvecWarps];
+  float factors[kDecodeRows];
+  float y_weights[2][kHeldWeights]; // LinearPhase::y_weight of the block's first outputs, of phases in turn
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
   alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
+  WarpUnit units[kMatvecWarps];
+  // The ring, from the warp that copies weights to the one that copies keys and values, and back. phase: null at the end.
+  struct Handed {
+    const AttentionPhase* phase;
+    int slot;
+    uint32_t parity;
+    bool filled;
+  } handed;
+  uint64_t hand_over, hand_back;    // barriers
+  // Of the latter: an attention phase's pools, how rows lie (TileCut), and of some tiles the rows of the pools where their pages
+  // begin (-1: none) and their live slots.
+  const uint8_t* pools[2];
+  int row_shift, piece_shift;
+  int4 tiles[32];
   int32_t positions[kDecodeRows];
   int32_t sequences[kDecodeRows];
   uint32_t flags;                   // bit r: the flag of row r in this launch
@@ -63,6 +96,7 @@ __device__ __forceinline__ T* afresh(T* object) {
 __device__ __forceinline__ int thread_afresh() {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));
+  __builtin_assume(thread >= 0 && thread < kDecodeThreads);        // so that lanes and warps need no care for signs
   return thread;
 }
 
@@ -84,17 +118,30 @@ struct DecodeBlock {
   unsigned char* ring;
   unsigned char* scratch;
   DecodeShared* small;
-  float* add_sums;                  // [n_rows][sum_groups]: squares of a group of 128 columns
-  float* norm_sums;
+  float* group_sums;                // [2][n_rows][sum_groups]: squares of a group of 128 columns, likewise
   int thread, warp, lane;
 
   __device__ __forceinline__ DecodeBlock(const DecodeArgs& a, unsigned char* shared)
       : args(a), ring(shared), scratch(shared + a.scratch_at), small(reinterpret_cast<DecodeShared*>(shared + a.small_at)),
-        add_sums(reinterpret_cast<float*>(small + 1)), norm_sums(add_sums + a.row_sums),
+        group_sums(reinterpret_cast<float*>(small + 1)),
         thread(thread_afresh()), warp(thread / 32), lane(thread % 32) {}
+  // The block's residual.
+  __device__ __forceinline__ float* residual(int row, int col) const {
+    return args.residual_at != 0 ? reinterpret_cast<float*>(ring + args.residual_at) + row * args.residual_cols + col
+                                 : args.residual + (int64_t{block_index()} * kDecodeRows + row) * args.residual_cols + col;
+  }
+  // The norm weights of this lane that were fetched ahead: columns lane · 4 of two groups, 128 apart.
+  __device__ __forceinline__ float* held_vector() const { return reinterpret_cast<float*>(ring + args.vectors_at) + warp * 256 + lane * 4; }
   __device__ __forceinline__ static void barrier() { partial_block_barrier<kDecodeConsumers>(); }
+  // Of the warp's phase: the last phase's are still read while a fast warp writes the next one's.
+  __device__ __forceinline__ float* y_weights() const { return small->y_weights[small->places[warp].phase & 1]; }
+  __device__ __forceinline__ float* norm_sums() const { return group_sums + (small->places[warp].phase & 1) * args.row_sums; }
   __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
 };
+
+__device__ __forceinline__ void copy4_async(float* shared, const float* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global));
+}
 
 // ---- exchange rows ----
 

@@ -14,6 +14,9 @@
 namespace beryl::cuda {
 
 inline constexpr int kDecodeRows = 8;           // rows of x for one reading of the weights
+// Up to so many a step is one launch; with more, each block's preparing of all rows costs more than launches do, so ops run one by one
+// and products by batch_linear.h, where it takes them. The bits are the same.
+inline constexpr int kWholeStepRows = 4;
 // Shared memory of a warp's digits, sums and scales (codec.cuh) in one chunk, which has two groups of 128 columns.
 BERYL_HOST_DEVICE constexpr int x_chunk_bytes(int n_rows, int group_bytes) { return 2 * n_rows * (group_bytes + 20); }
 inline constexpr int kDecodeStamps = 4;         // times of a block in a phase: its begin, x ready, products done, its end
@@ -38,7 +41,7 @@ struct PhaseRows {
 
 // The weights of a phase as the copying warp sees them.
 struct WeightStream {
-  const uint8_t* weights;           // null: the end of the list
+  const uint8_t* weights;           // null: the end of the list; n_stages 0: an AttentionPhase, and keys and values are copied
   int64_t unit_bytes;
   int32_t units_each, units_more;   // block_units (matvec_layout.h)
   int32_t n_stages;                 // of a unit
@@ -55,10 +58,14 @@ struct LinearPhase {
   PhaseRows x;                      // when !residual
   PhaseRows y;
   PhaseRows other;                  // of the epilogues that take another
+  // Where an AddNorm takes y: exchange rows with the stride of y for the sums of squares of its row tiles, before they are multiplied
+  // with the norm's weight, as y is (null: 1).
+  float* squares;                   // null: no AddNorm does
+  const float* y_weight;
 
-  // residual = (residual + norm(add)) · add_scale where add.values is not null.
+  // residual = (residual + norm(add)) · add_scale where add.values is not null; `add` was multiplied with the norm's weight before.
   PhaseRows add;
-  const float* add_weight;          // null: 1
+  const float* add_squares;         // exchange rows with the stride of `add`: sums of squares of each 16 columns, if add_norm
   const float* residual_in;         // rows with the residual's stride; null: this launch's own copy
   const float* norm_weight;         // null: 1
   float add_eps, add_scale, norm_eps, softcap;
@@ -80,7 +87,9 @@ struct LinearPhase {
   bool residual;
   bool add_norm;                    // false: a plain sum
   bool full;                        // each warp has 256 columns in each chunk, and no other warp has the same
+  bool short_path;                  // full, and x is integers without sums: decode_short.cuh
   bool has_norm;
+  bool norm_held;                   // the phase before fetches norm_weight to shared memory, where there is room
 };
 
 // QkvFinish and Attention of one layer, or Attention alone (finish = false: q is ready and all keys are in the cache).
@@ -116,17 +125,17 @@ struct alignas(16) DecodePhase {
     AttentionPhase attention;
   };
 };
-static_assert(sizeof(DecodePhase) <= 320);
+static_assert(sizeof(DecodePhase) <= 352);
 
 // Of one launch.
 struct DecodeArgs {
   const DecodePhase* phases;        // ends with kEnd
-  const WeightStream* streams;      // of the linear phases, in order; ends with null weights
+  const WeightStream* streams;      // of the phases, in order; ends with null weights
   int32_t n_rows;
   uint32_t rows_inverse;            // i · this >> 16 is i / n_rows, for i below 4096
   const int32_t* positions;         // [n_rows]
   const int32_t* sequences;
-  float* residual;                  // [blocks][kDecodeRows][residual_cols]: each block's own copy
+  float* residual;                  // [blocks][kDecodeRows][residual_cols]: each block's own copy where it does not fit into shared memory
   int64_t residual_cols;
   float* residual_out;              // [n_rows] rows, residual_cols apart: where the last block puts it; null: nowhere
   float* partial_sums;              // [n_rows][heads][kMaxDecodeUnits][head_dim], all ones where nothing waits
@@ -142,6 +151,8 @@ struct DecodeArgs {
   int32_t partial_floats;           // of one of the two buffers,
   int32_t partial_row_floats;       // and a row's share of it
   int32_t scratch_at, small_at;     // from the shared memory's begin
+  int32_t residual_at;              // likewise, of the residual [n_rows][residual_cols]; 0: it is in `residual`
+  int32_t vectors_at;               // likewise, of norm weights [warps][256]; 0: there is no room
   int32_t sum_groups;               // groups of 128 columns of the widest normed row, a multiple of 4
   int32_t row_sums;                 // n_rows · sum_groups
 };

@@ -76,6 +76,7 @@ class Planner {
     const CacheDecl& cache = program_.caches[static_cast<size_t>(attention.cache)];
     needs.attention_bytes = std::max(needs.attention_bytes, attention_scratch_bytes(cache.head_dim, attention.n_heads / cache.n_kv_heads));
     needs.attention_row_bytes = std::max(needs.attention_row_bytes, attention_row_bytes(cache.head_dim));
+    needs.attention_slot_bytes = std::max(needs.attention_slot_bytes, attention_slot_bytes(cache.head_dim));
     plan_.partial_floats = std::max(plan_.partial_floats, decode_partial_floats(attention.n_heads, cache.head_dim));
     plan_.partial_states = std::max(plan_.partial_states, decode_partial_states(attention.n_heads));
   }
@@ -163,6 +164,23 @@ class Planner {
     return planned;
   }
 
+  // Lets the phases that make all of `rows` store the sums of squares of their row tiles; -1: they do not have such tiles.
+  int64_t squares_of(DecodeSegment& segment, const Made& made, Rows rows, int add_op) {
+    if (made.rows.col != rows.col || made.rows.cols != rows.cols) return -1;
+    for (const size_t index : made.phases) {
+      const PlannedPhase& phase = segment.phases[index];
+      if (phase.kind != PhaseKind::kLinear) return -1;
+      const Linear& linear = *get<Linear>(phase.op);
+      if (is_gated(linear.epilogue) || matrix(linear).pieces[static_cast<size_t>(phase.piece)].row_begin % kTileRows != 0) return -1;
+    }
+    const int64_t at = plan_.exchange_floats;
+    plan_.exchange_floats += ((rows.cols + kTileRows - 1) / kTileRows + 31) / 32 * 32;
+    for (const size_t index : made.phases) segment.phases[index].squares_op = add_op;
+    for (const size_t index : made.phases)
+      segment.phases[index].squares = at + matrix(*get<Linear>(segment.phases[index].op)).pieces[static_cast<size_t>(segment.phases[index].piece)].row_begin / kTileRows;
+    return at;
+  }
+
   DecodeSegment longest(int begin) {
     DecodeSegment segment;
     segment.begin = segment.end = begin;
@@ -203,6 +221,11 @@ class Planner {
             if (read_from(add_op + 1, y)) break;
             first.add_op = add_op;
             first.add = use(segment, made, y);
+            if (get<AddNorm>(add_op)->norm.present) {
+              const int64_t squares = squares_of(segment, made.at(y.slot), y, add_op);
+              if (squares < 0) break;
+              first.add_squares = squares;
+            }
             segment.changes_residual = true;
           }
         } else if (is_made(linear->x)) {

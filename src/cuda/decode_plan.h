@@ -31,6 +31,9 @@ struct PlannedPhase {
   bool residual_first = false;      // which comes from the program's rows
   int add_op = -1;                  // AddNorm before it
   PlannedRows add;
+  int64_t squares = -1;             // exchange floats of the sums of squares of y's row tiles, for the norm of an AddNorm; -1: none
+  int squares_op = -1;              // that AddNorm
+  int64_t add_squares = -1;         // and those of `add`
   int finish_op = -1;               // QkvFinish of the same layer
   int source_op = -1;               // QkvFinish that makes the new keys; -1: all are in the cache
   PlannedRows kv;                   // its rows

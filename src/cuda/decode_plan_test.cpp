@@ -221,18 +221,24 @@ TEST_F(PlanTest, SharedMemoryIsEnoughForWhatIsCut) {
           needs.unit_partials = units;
           needs.attention_bytes = attention;
           needs.attention_row_bytes = 2048;
+          needs.attention_slot_bytes = attention > 0 ? 16384 : 0;
           needs.sum_groups = 64;
           for (int rows = 1; rows <= kDecodeRows; ++rows) {
             const DecodeCut cut = cut_decode(needs, rows, shared);
             if (cut.n_slots == 0) continue;          // the ops run by other kernels
             EXPECT_LE(cut.shared_bytes, shared);
             EXPECT_GE(cut.n_slots, 2);
+            EXPECT_GE(cut.slot_bytes, needs.attention_slot_bytes);
             EXPECT_GE(cut.partial_floats, units * rows) << "a unit's sums fit";
             EXPECT_GE(cut.scratch_bytes, attention);
             EXPECT_LE(cut.partials_at + 2 * cut.partial_floats * 4, cut.scratch_bytes);
             EXPECT_LE(kMatvecWarps * cut.x_bytes, cut.partials_at);
           }
           EXPECT_GT(cut_decode(needs, 1, 227 * 1024).n_slots, 2) << "one row fits on a large GPU";
+          DecodeNeeds alone;                           // attention by itself
+          alone.attention_bytes = attention;
+          alone.attention_slot_bytes = needs.attention_slot_bytes;
+          if (attention > 0) EXPECT_GE(cut_decode(alone, 1, shared).n_slots, 2);
         }
       }
     }

@@ -137,6 +137,7 @@ class LayoutBuilder {
       case CacheType::kBf16: layout_.cache_element = CacheElement::kBf16; break;
       case CacheType::kFp8: layout_.cache_element = CacheElement::kFp8; break;
       case CacheType::kF32: layout_.cache_element = CacheElement::kF32; break;
+      case CacheType::kF16: throw Error(ErrorCode::kUnsupported, "the GPU's caches are BF16, FP8 or F32, not F16");
     }
     const int64_t element = layout_.cache_element == CacheElement::kF32    ? 4
                             : layout_.cache_element == CacheElement::kBf16 ? 2
@@ -207,7 +208,7 @@ class LayoutBuilder {
         if (all_plain) grow(normed, std::min<int64_t>(rows, kGraphRows) * cols * 4);
         const bool batch = takes_batch(program_, layout_, *linear);
         const bool decoded = decodes(index, std::min<int64_t>(rows, kDecodeRows));
-        if (batch && (rows > kDecodeRows || !decoded))
+        if (batch && (rows > kWholeStepRows || !decoded))
           for (const MatrixPiece& piece : matrix.pieces)
             grow(batch_bytes, batch_scratch_bytes(piece.plan, static_cast<int>(std::min<int64_t>(rows, kBatchRows)), device_.matvec));
         const bool prefill = batch && takes_prefill(device_, rows);

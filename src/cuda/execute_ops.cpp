@@ -101,7 +101,9 @@ void CudaExecutor::norm_rows(RowsView x, const Norm& norm, int64_t cols, int64_t
 void CudaExecutor::execute(const Linear& op) {
   const int64_t rows = n_rows(op.y);
   if (rows == 0) return;
-  if (rows <= kDecodeRows && run_decode(layout_.decode.single[index_of(&op)], decode_single_[index_of(&op)])) return;
+  if (rows <= (takes_batch(program_, layout_, op) ? kWholeStepRows : kDecodeRows) &&
+      run_decode(layout_.decode.single[index_of(&op)], decode_single_[index_of(&op)]))
+    return;
   const std::vector<MatrixPiece>& pieces = layout_.matrices[static_cast<size_t>(op.weight.index)].pieces;
   const bool all_plain = std::none_of(pieces.begin(), pieces.end(), [](const MatrixPiece& piece) { return piece.packed; });
   if (all_plain && rows <= kGraphRows)

@@ -83,14 +83,18 @@ BERYL_HOST_DEVICE inline int64_t cache_scale_offset(int64_t page, int row, int h
 // ---- decoding: how the keys of one token are shared out (decode_attention.cuh) ----
 //
 // A unit is what one block multiplies at a time for one token and KV head, in tiles of a page: 64 slots, slot i holding a
-// position m with m % 64 == i. Global layers: unit u has `tiles` neighbouring pages. Windows of whole pages: as many units
-// as the window has pages, unit u has the pages p with p % units == u, of which at most two are live: the newest one up to
-// the token's own position, and for the slots above it the one that is about to leave. Other windows: a page a unit.
-inline constexpr int kMaxDecodeUnits = kMaxSplits;
+// position m with m % 64 == i. Global layers, and windows while all of them is live and short: unit u has `tiles` neighbouring
+// pages. Windows of whole pages: as many units as the window has pages, unit u has the pages p with p % units == u, of which at
+// most two are live: the newest one up to the token's own position, and for the slots above it the one that is about to leave.
+// Other windows: a page a unit.
+inline constexpr int kMaxDecodeUnits = 132;    // as many as large GPUs have multiprocessors
+// So many pages are one unit: to multiply one more page takes less time than to merge two units.
+inline constexpr int kSingleUnitPages = 2;
 
 struct DecodeUnits {
   int count;
   int tiles;                        // pages of a unit, one after the other
+  bool neighbours;                  // its pages are neighbours, all of them live
 };
 // Windows that a unit a page can serve.
 BERYL_HOST_DEVICE constexpr bool decodes_window(int window) { return window <= (kMaxDecodeUnits - 2) * kPageTokens; }
@@ -99,12 +103,13 @@ BERYL_HOST_DEVICE constexpr int window_units(int window) {
 }
 BERYL_HOST_DEVICE inline DecodeUnits decode_units(int position, int window) {
   const int n_pages = position / kPageTokens + 1;
+  if (n_pages <= kSingleUnitPages && (window <= 0 || n_pages * kPageTokens <= window)) return {1, n_pages, true};
   if (window > 0) {
     const int units = window_units(window);
-    return {n_pages < units ? n_pages : units, 1};
+    return {n_pages < units ? n_pages : units, 1, false};
   }
-  const int tiles = split_positions(position + 1) / kPageTokens;
-  return {(n_pages + tiles - 1) / tiles, tiles};
+  const int tiles = (n_pages + kMaxDecodeUnits - 1) / kMaxDecodeUnits;
+  return {(n_pages + tiles - 1) / tiles, tiles, true};
 }
 
 // The slots [begin, end) of a tile hold positions of page `page`; those from `end` on positions of `older`; others nothing.
@@ -116,7 +121,7 @@ struct DecodeTile {
 };
 BERYL_HOST_DEVICE inline DecodeTile decode_tile(int position, int window, DecodeUnits units, int unit, int tile) {
   const int last = position / kPageTokens, used = position % kPageTokens + 1;
-  if (window <= 0) {
+  if (units.neighbours) {
     const int page = unit * units.tiles + tile;
     return {page, 0, page > last ? 0 : page == last ? used : kPageTokens, -1};
   }
@@ -137,6 +142,10 @@ BERYL_HOST_DEVICE inline bool tile_holds(DecodeTile tile, int position) {
   const int page = position / kPageTokens, slot = position % kPageTokens;
   return (page == tile.page && slot >= tile.begin && slot < tile.end) || (page == tile.older && slot >= tile.end);
 }
+// Rows of keys or values lie in shared memory without gaps; that eight neighbouring ones can be read at once, the 16-byte
+// pieces of each 128 bytes are in an order of their own. What to combine (xor) the offset of a byte with; it is the same for all of
+// a row. line_shift: the row's bytes are 1 << line_shift, or 128 if they are fewer.
+BERYL_HOST_DEVICE inline int row_order(int offset, int line_shift) { return (offset >> line_shift & 7) << 4; }
 
 // How a row of logits is cut for the sampler: groups of neighbouring ids whose largest value is kept, so that the k
 // best are found by looking into k groups. At most kMaxSampleGroups of them.

@@ -120,5 +120,39 @@ TEST(IndexMathTest, DecodeUnitsHoldEachLivePositionOnceAndNoOther) {
   }
 }
 
+TEST(IndexMathTest, DecodeUnitsAreFewAndAlike) {
+  for (int n_pages = 1; n_pages < 5000; ++n_pages) {
+    const DecodeUnits units = decode_units(n_pages * kPageTokens - 1, 0);
+    ASSERT_TRUE(units.neighbours);
+    ASSERT_GE(units.count * units.tiles, n_pages);
+    ASSERT_LT((units.count - 1) * units.tiles, n_pages) << "no unit without a page";
+    if (n_pages > kSingleUnitPages && n_pages <= kMaxDecodeUnits) ASSERT_EQ(units.tiles, 1);
+    if (n_pages > kMaxDecodeUnits) ASSERT_GT(units.count, kMaxDecodeUnits / 2);
+  }
+  EXPECT_EQ(decode_units(127, 1024).count, 1);
+  EXPECT_EQ(decode_units(127, 100).count, 2) << "not all is live";
+}
+
+// Eight neighbouring rows are read 16 bytes each at a time: at eight places of a line of 128 bytes, whichever column it is; and
+// the order loses no byte.
+TEST(IndexMathTest, RowsInSharedMemoryAreReadWithoutConflicts) {
+  for (int row_shift = 6; row_shift <= 10; ++row_shift) {
+    const int line_shift = std::max(row_shift, 7), n_bytes = 64 << row_shift;
+    std::vector<int> hits(static_cast<size_t>(n_bytes / 16), 0);
+    for (int at = 0; at < n_bytes; at += 16) ++hits[static_cast<size_t>((at ^ row_order(at, line_shift)) / 16)];
+    for (int count : hits) ASSERT_EQ(count, 1);
+    for (int row = 0; row < 64; row += 8)
+      for (int col = 0; col < 1 << row_shift; col += 16) {
+        uint32_t places = 0;
+        for (int i = 0; i < 8; ++i) {
+          const int at = ((row + i) << row_shift) + col, order = row_order((row + i) << row_shift, line_shift);
+          ASSERT_EQ(row_order(at, line_shift), order) << "the same for all of a row";
+          places |= 1u << (at ^ order) % 128 / 16;
+        }
+        ASSERT_EQ(places, 0xffu);
+      }
+  }
+}
+
 }  // namespace
 }  // namespace beryl::cuda

@@ -22,34 +22,44 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_finish_kernel(QkvFinishArgs a
   const bool is_q = item < args.n_heads, is_v = item >= args.n_heads + n_kv;
   const int source = is_v && args.v_from_k ? item - n_kv : item;
   float* values = args.qkv.values + token * args.qkv.stride + int64_t{source} * args.head_dim;
-  Head head;
-  for_pairs(half, lane, [&](int i, int pair) {
-    head.first[i] = values[pair];
-    head.second[i] = values[half + pair];
-  });
-  const float* rope = args.rope == nullptr ? nullptr : args.rope + token * args.head_dim;
+  // Two loads in turn, asked for before the head's own.
+  int position = 0;
+  int64_t page = 0;
+  if (!is_q) {
+    position = args.token.positions[token];
+    page = args.token.table[int64_t{args.token.sequences[token]} * args.token.n_entries +
+                            table_entry(position, args.token.n_entries)];
+  }
+  // Of heads that allow it, 16 bytes at a time; scales and rope tables lie as well as the values do.
+  const bool aligned = half % 4 == 0 && reinterpret_cast<uintptr_t>(values) % 16 == 0;
+  const auto load = [&](Head& to, const float* from) {
+    if (aligned) load_halves<true>(to, half, lane, from);
+    else load_halves<false>(to, half, lane, from);
+  };
+  Head head, factors;
+  load(head, values);
+  const bool norms = is_q ? args.q_norm : is_v ? args.v_norm : args.k_norm;
+  if (norms) {
+    const float* weight = is_q ? args.q_weight : is_v ? args.v_weight : args.k_weight;
+    if (weight != nullptr) load(factors, weight);
+    else fill_head(factors, 1);
+    norm_head(head, half, factors, is_q ? args.q_eps : is_v ? args.v_eps : args.k_eps);
+  }
+  if (args.rope != nullptr && !is_v) {
+    load(factors, args.rope + token * args.head_dim);
+    turn_head(head, half, factors);
+  }
   if (is_q) {
-    if (args.q_norm) norm_head(head, half, lane, args.q_weight, args.q_eps);
-    if (rope != nullptr) turn_head(head, half, lane, rope);
-    for_pairs(half, lane, [&](int i, int pair) {
-      values[pair] = head.first[i];
-      values[half + pair] = head.second[i];
+    for_pairs(half, [&](int i) {
+      const int pair = first_pair(i / 4, lane) + i % 4;
+      if (pair < half) values[pair] = head.first[i], values[half + pair] = head.second[i];
     });
     return;
   }
-  if (is_v) {
-    if (args.v_norm) norm_head(head, half, lane, args.v_weight, args.v_eps);
-  } else {
-    if (args.k_norm) norm_head(head, half, lane, args.k_weight, args.k_eps);
-    if (rope != nullptr) turn_head(head, half, lane, rope);
-  }
-  const int position = args.token.positions[token];
-  const int64_t page = args.token.table[int64_t{args.token.sequences[token]} * args.token.n_entries +
-                                        table_entry(position, args.token.n_entries)];
   const int kv_head = (item - args.n_heads) % n_kv, row = position % kPageTokens;
   const int64_t offset = cache_offset(page, row, kv_head, n_kv, args.head_dim);
   const bool fp8 = args.cache.element == CacheElement::kFp8;
-  const float scale = fp8 ? cache_scale(head, half, lane) : 1.0f;
+  const float scale = fp8 ? cache_scale(head, half) : 1.0f;
   void* pool = is_v ? args.cache.values : args.cache.keys;
   switch (args.cache.element) {
     case CacheElement::kF32: store_head<CacheElement::kF32>(head, half, lane, static_cast<float*>(pool) + offset, scale); break;

@@ -2,8 +2,7 @@
 // whether it is computed with 1 row or with 8, by whichever kernel.
 //
 //   digits   a group of 128 columns of x as a tensor core takes it (codec.cuh): write_group
-//   norm     the factor of a norm from the sums of squares of its groups: group_squares, norm_factor_of (9 rows and more add the
-//            groups in another order: batch_kernel.cuh)
+//   norm     the factor of a norm from the sums of squares of its groups: group_squares, norm_factor_of
 //   y        activations in few instructions, and the rounding of every result: round_result
 #pragma once
 

@@ -1,5 +1,6 @@
 // Launches of the decode kernel: the plan's phases with pointers, made once, and what a launch adds.
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "cuda/cuda_executor.h"
@@ -47,15 +48,20 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
     phase.y = phase_rows(planned.y, 0);
     phase.other = phase_rows(planned.other, 0);
   }
+  if (planned.squares >= 0) {
+    phase.squares = buffers_.as<float>(layout_.decode_exchange) + planned.squares;
+    phase.y_weight = vector(std::get<AddNorm>(program_.ops[static_cast<size_t>(planned.squares_op)]).norm.weight);
+    if (phase.y_weight != nullptr) phase.y_weight += piece.row_begin;
+  }
   phase.residual = planned.residual;
   phase.add_scale = 1;
   if (planned.add_op >= 0) {
     const AddNorm& add = std::get<AddNorm>(program_.ops[static_cast<size_t>(planned.add_op)]);
     phase.add = phase_rows(planned.add, 0);
     phase.add_norm = add.norm.present;
-    phase.add_weight = vector(add.norm.weight);
     phase.add_eps = add.norm.eps;
     phase.add_scale = add.scale;
+    if (planned.add_squares >= 0) phase.add_squares = buffers_.as<float>(layout_.decode_exchange) + planned.add_squares;
   }
   if (planned.residual && planned.residual_first)
     phase.residual_in = buffers_.as<float>(layout_.rows[static_cast<size_t>(program_.residual_slot)]);
@@ -79,6 +85,7 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   phase.format = plan.format;
   phase.epilogue = planned.gate_only ? DecodeEpilogue::kStore : decode_epilogue(op.epilogue, piece.gated);
   phase.gated = piece.gated;
+  phase.short_path = phase.full && decode_takes_plain_integers(plan.format);
   return phase;
 }
 
@@ -134,15 +141,26 @@ void CudaExecutor::send_decode_phases() {
       list.index = n_decode_lists_;
       if (!segment.phases.empty()) ++n_decode_lists_;
       int index = 0;
+      DecodeNeeds needs = segment.needs;
+      bool after_linear = false;
       for (const PlannedPhase& planned : segment.phases) {
         DecodePhase phase;
         std::memset(static_cast<void*>(&phase), 0, sizeof(phase));
         phase.kind = planned.kind;
         if (planned.kind == PhaseKind::kLinear) {
-          phase.linear = linear_phase(planned, index++);
+          LinearPhase& linear = phase.linear = linear_phase(planned, index++);
+          linear.norm_held = after_linear && linear.short_path && linear.n_chunks == 1 && linear.residual && linear.add.values != nullptr &&
+                             linear.norm_weight != nullptr;
+          needs.holds_vectors |= linear.norm_held;
+          if (linear.residual) needs.residual_cols = static_cast<int>(layout_.decode.residual_cols);
+          after_linear = true;
           streams.push_back(phase.linear.stream);
         } else {
           phase.attention = attention_phase(planned);
+          after_linear = false;
+          WeightStream stream = {};
+          stream.weights = buffers_.as<uint8_t>(layout_.decode_phases) + phases.size() * sizeof(DecodePhase) + offsetof(DecodePhase, attention);
+          streams.push_back(stream);
         }
         phases.push_back(phase);
       }
@@ -156,7 +174,7 @@ void CudaExecutor::send_decode_phases() {
       list.cuts.resize(static_cast<size_t>(kDecodeRows) + 1);
       if (!segment.phases.empty())
         for (int n = 1; n <= rows; ++n)
-          list.cuts[static_cast<size_t>(n)] = cut_decode(segment.needs, n, device_.matvec.shared_per_block);
+          list.cuts[static_cast<size_t>(n)] = cut_decode(needs, n, device_.matvec.shared_per_block);
       lists.push_back(std::move(list));
     }
   };
@@ -177,7 +195,7 @@ void CudaExecutor::send_decode_phases() {
 }
 
 bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& list) {
-  if (segment.phases.empty() || n_tokens_ > kDecodeRows) return false;
+  if (segment.phases.empty() || n_tokens_ > (segment.phases.size() > 1 ? kWholeStepRows : kDecodeRows)) return false;
   const int64_t rows = segment.gathers ? n_tokens_ : list_rows(segment);
   if (segment.gathers && n_outputs_ != n_tokens_) return false;
   if (rows == 0) return true;

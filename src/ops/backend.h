@@ -17,7 +17,8 @@
 
 namespace beryl {
 
-enum class CacheType : uint8_t { kDefault, kF32, kBf16, kFp8 };   // kDefault: the backend's own choice
+// kDefault: the backend's own choice. A backend refuses what it does not have; the reference has double whatever is asked.
+enum class CacheType : uint8_t { kDefault, kF32, kF16, kBf16, kFp8 };
 
 struct StepLimits {
   int max_tokens = 1;               // rows of one step

@@ -2,7 +2,7 @@
 
 namespace beryl {
 
-std::vector<Allocation> plan_host_buffers(const Program& program, const StepLimits& limits, int element_bytes) {
+std::vector<Allocation> plan_host_buffers(const Program& program, const StepLimits& limits, int element_bytes, int cache_bytes) {
   std::vector<Allocation> plan;
   for (const WeightMatrix& matrix : program.weights->matrices)
     for (const HostMatrix& part : matrix.parts)
@@ -14,7 +14,7 @@ std::vector<Allocation> plan_host_buffers(const Program& program, const StepLimi
 
   for (const CacheDecl& cache : program.caches) {
     const int64_t n_pages = limits.n_pages[static_cast<size_t>(cache.group)];
-    const int64_t bytes = n_pages * kPageTokens * cache.n_kv_heads * cache.head_dim * element_bytes;
+    const int64_t bytes = n_pages * kPageTokens * cache.n_kv_heads * cache.head_dim * cache_bytes;
     plan.push_back({MemoryKind::kCache, cache.name + " keys", bytes});
     plan.push_back({MemoryKind::kCache, cache.name + " values", bytes});
   }

@@ -1,6 +1,6 @@
 // What the two host backends share: buffers, inputs, page tables, rope tables, the sampler. A backend adds execute().
 //
-// Real is the type of activations, caches and sums: double in the reference, float on the CPU.
+// Real is the type of activations and sums: double in the reference, float on the CPU. Caches hold it too, or f16.
 #pragma once
 
 #include <cmath>
@@ -14,22 +14,27 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/float_formats.h"
 #include "ops/backend.h"
 #include "ops/guarded_buffer.h"
 #include "ops/sample.h"
 
 namespace beryl {
 
-// The buffers that HostExecutor<Real> allocates, in order; element_bytes = sizeof(Real).
-std::vector<Allocation> plan_host_buffers(const Program& program, const StepLimits& limits, int element_bytes);
+// The buffers that HostExecutor<Real> allocates, in order; element_bytes = sizeof(Real), cache_bytes of a value in the cache.
+std::vector<Allocation> plan_host_buffers(const Program& program, const StepLimits& limits, int element_bytes, int cache_bytes);
 // Error(kBadInput) when an input does not fit the limits or names a page, id or row that does not exist.
 void check_input(const Program& program, const StepLimits& limits, const StepInput& input);
 
 template <class Real>
 class HostExecutor : public Executor {
  public:
-  HostExecutor(const Program& program, const StepLimits& limits)
-      : program_(program), limits_(limits), plan_(plan_host_buffers(program, limits, sizeof(Real))) {
+  // cache_is_f16: values beyond the range of f16 are stored as its largest.
+  HostExecutor(const Program& program, const StepLimits& limits, bool cache_is_f16 = false)
+      : program_(program),
+        limits_(limits),
+        cache_is_f16_(cache_is_f16),
+        plan_(plan_host_buffers(program, limits, sizeof(Real), cache_is_f16 ? sizeof(uint16_t) : sizeof(Real))) {
     size_t next = 0;
     const auto take = [&] {
       const Allocation& allocation = plan_[next++];
@@ -37,10 +42,8 @@ class HostExecutor : public Executor {
     };
     while (next < plan_.size() && plan_[next].kind != MemoryKind::kCache && plan_[next].kind != MemoryKind::kActivations)
       ++next;  // weights: the WeightSet owns them
-    for (size_t i = 0; i < program.caches.size(); ++i) {
-      keys_.push_back(take());
-      values_.push_back(take());
-    }
+    next += 2 * program.caches.size();
+    lay_caches();
     for (size_t i = 0; i < program.rows.size(); ++i) rows_.push_back(take());
     for (size_t i = 0; i < program.ropes.size(); ++i) ropes_.push_back(take());
     ids_ = take();
@@ -102,25 +105,35 @@ class HostExecutor : public Executor {
   void read_cache(int cache, CachePart part, int page, int row, float* out) override {
     const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
     for (int head = 0; head < decl.n_kv_heads; ++head, out += decl.head_dim) {
-      const Real* from = cache_row(cache, part, page, head, row);
-      for (int i = 0; i < decl.head_dim; ++i) out[i] = static_cast<float>(from[i]);
+      if (cache_is_f16_) {
+        const auto* from = cache_row<uint16_t>(cache, part, page, head, row);
+        for (int i = 0; i < decl.head_dim; ++i) out[i] = f16_to_f32(from[i]);
+      } else {
+        const auto* from = cache_row<Real>(cache, part, page, head, row);
+        for (int i = 0; i < decl.head_dim; ++i) out[i] = static_cast<float>(from[i]);
+      }
     }
   }
   void write_cache(int cache, CachePart part, int page, int row, const float* values) override {
     const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
     for (int head = 0; head < decl.n_kv_heads; ++head, values += decl.head_dim) {
-      Real* to = cache_row(cache, part, page, head, row);
-      for (int i = 0; i < decl.head_dim; ++i) to[i] = static_cast<Real>(values[i]);
+      if (cache_is_f16_) {
+        auto* to = cache_row<uint16_t>(cache, part, page, head, row);
+        for (int i = 0; i < decl.head_dim; ++i) to[i] = f32_to_f16_in_range(values[i]);
+      } else {
+        auto* to = cache_row<Real>(cache, part, page, head, row);
+        for (int i = 0; i < decl.head_dim; ++i) to[i] = static_cast<Real>(values[i]);
+      }
     }
   }
   std::vector<Allocation> allocations() const override { return plan_; }
-  int cache_element_bytes() const override { return sizeof(Real); }
+  int cache_element_bytes() const override { return cache_is_f16_ ? sizeof(uint16_t) : sizeof(Real); }
   std::vector<std::string> damaged_guards() override {
     std::vector<std::string> labels;
     const auto look = [&](const GuardedBuffer& buffer) {
       if (buffer.damaged()) labels.push_back(buffer.label());
     };
-    for (const auto* list : {&keys_, &values_, &rows_, &ropes_, &tables_})
+    for (const auto* list : {&pools_, &rows_, &ropes_, &tables_})
       for (const GuardedBuffer& buffer : *list) look(buffer);
     for (const auto* buffer : {&ids_, &positions_, &sequences_, &output_rows_, &history_}) look(*buffer);
     return labels;
@@ -143,27 +156,31 @@ class HostExecutor : public Executor {
   int32_t sequence(int64_t token) const { return sequences_.as<int32_t>()[token]; }
   int32_t output_row(int64_t index) const { return output_rows_.as<int32_t>()[index]; }
 
-  // Pools lie as [n_pages][n_kv_heads][kPageTokens][head_dim]: attention reads a head's part of a page as one stream.
-  // [head_dim] of a KV head at a position of the token's sequence, through the page table.
-  Real* cache_at(int cache, CachePart part, int32_t sequence, int head, int64_t position) const {
+  // A group's caches lie as [n_pages][caches][keys, values][n_kv_heads][kPageTokens][head_dim]: attention reads a head's part of
+  // a page as one stream; and pages that are in use lie together, so that huge pages waste no memory.
+  // [head_dim] of a KV head at a position of the token's sequence, through the page table. T: Real, or uint16_t for f16.
+  template <class T = Real>
+  T* cache_at(int cache, CachePart part, int32_t sequence, int head, int64_t position) const {
     const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
     const int n_entries = limits_.n_entries[static_cast<size_t>(decl.group)];
-    return cache_row(cache, part, page_table(decl.group, sequence)[(position / kPageTokens) % n_entries], head,
+    return cache_row<T>(cache, part, page_table(decl.group, sequence)[(position / kPageTokens) % n_entries], head,
                      static_cast<int>(position % kPageTokens));
   }
   const int32_t* page_table(int group, int32_t sequence) const {  // [n_entries]
     const auto index = static_cast<size_t>(group);
     return tables_[index].as<int32_t>() + int64_t{sequence} * limits_.n_entries[index];
   }
-  Real* cache_row(int cache, CachePart part, int page, int head, int row) const {
-    const auto& buffers = part == CachePart::kKeys ? keys_ : values_;
+  template <class T>
+  T* cache_row(int cache, CachePart part, int page, int head, int row) const {
     const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
-    return buffers[static_cast<size_t>(cache)].template as<Real>() +
-           ((int64_t{page} * decl.n_kv_heads + head) * kPageTokens + row) * decl.head_dim;
+    const auto group = static_cast<size_t>(decl.group);
+    const int64_t offset = cache_offset_[static_cast<size_t>(cache)] + (part == CachePart::kKeys ? 0 : cache_page_bytes(decl));
+    return reinterpret_cast<T*>(pools_[group].template as<uint8_t>() + page * page_bytes_[group] + offset) +
+           (int64_t{head} * kPageTokens + row) * decl.head_dim;
   }
-  int64_t cache_row_values(int cache) const {
-    const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
-    return int64_t{decl.n_kv_heads} * decl.head_dim;
+  // From a row of a cache to the same one of the next page.
+  int64_t page_stride_bytes(int cache) const {
+    return page_bytes_[static_cast<size_t>(program_.caches[static_cast<size_t>(cache)].group)];
   }
   // cos and sin of a token's angles: [head_dim / 2] cosines, then as many sines.
   const Real* rope_of(int rope, int64_t token) const {
@@ -174,6 +191,7 @@ class HostExecutor : public Executor {
 
   const Program program_;
   const StepLimits limits_;
+  const bool cache_is_f16_;
   int64_t n_tokens_ = 0;
   int64_t n_outputs_ = 0;
 
@@ -223,18 +241,33 @@ class HostExecutor : public Executor {
   }
 
   void run_copy_pages() {
-    for (const PageCopy& copy : page_copies_)
-      for (size_t cache = 0; cache < program_.caches.size(); ++cache) {
-        if (program_.caches[cache].group != copy.group) continue;
-        const auto bytes = static_cast<size_t>(kPageTokens * cache_row_values(static_cast<int>(cache))) * sizeof(Real);
-        for (CachePart part : {CachePart::kKeys, CachePart::kValues})
-          std::memcpy(cache_row(static_cast<int>(cache), part, copy.to, 0, 0),
-                      cache_row(static_cast<int>(cache), part, copy.from, 0, 0), bytes);
-      }
+    for (const PageCopy& copy : page_copies_) {
+      const int64_t bytes = page_bytes_[static_cast<size_t>(copy.group)];
+      auto* const pool = pools_[static_cast<size_t>(copy.group)].template as<uint8_t>();
+      std::memcpy(pool + copy.to * bytes, pool + copy.from * bytes, static_cast<size_t>(bytes));
+    }
+  }
+
+  int64_t cache_page_bytes(const CacheDecl& decl) const {   // of its keys, or its values
+    return kPageTokens * int64_t{decl.n_kv_heads} * decl.head_dim * cache_element_bytes();
+  }
+  void lay_caches() {
+    page_bytes_.assign(program_.groups.size(), 0);
+    for (const CacheDecl& decl : program_.caches) {
+      int64_t& bytes = page_bytes_[static_cast<size_t>(decl.group)];
+      cache_offset_.push_back(bytes);
+      bytes += 2 * cache_page_bytes(decl);
+    }
+    for (size_t group = 0; group < program_.groups.size(); ++group)
+      pools_.emplace_back(fmt::format("caches of group {}", group),
+                          static_cast<size_t>(page_bytes_[group] * limits_.n_pages[group]), PageSize::kHuge);
   }
 
   std::vector<Allocation> plan_;
-  std::vector<GuardedBuffer> keys_, values_, rows_, ropes_, tables_;
+  std::vector<GuardedBuffer> pools_;        // [groups]
+  std::vector<int64_t> page_bytes_;         // [groups] of all its caches
+  std::vector<int64_t> cache_offset_;       // [caches] from the beginning of a page
+  std::vector<GuardedBuffer> rows_, ropes_, tables_;
   GuardedBuffer ids_, positions_, sequences_, output_rows_, history_;
   std::vector<SampleParams> sampling_;
   std::vector<PageCopy> page_copies_;

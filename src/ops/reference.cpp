@@ -269,7 +269,7 @@ class ReferenceBackend final : public Backend {
   explicit ReferenceBackend(int n_threads) : n_threads_(n_threads) {}
   std::string_view name() const override { return "reference"; }
   std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const override {
-    return plan_host_buffers(program, limits, sizeof(double));
+    return plan_host_buffers(program, limits, sizeof(double), sizeof(double));
   }
   std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
     check_shapes(program);

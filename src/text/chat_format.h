@@ -40,6 +40,7 @@ struct ChatOptions {
   bool media_placeholders = false;      // write images and audio as placeholders instead of refusing them
   nlohmann::ordered_json tools = nullptr;   // OpenAI's list; null or empty: none
   std::string today = {};               // for ChatFormat::todays_date, "01 Jan 2026"; empty: the clock's date
+  nlohmann::ordered_json template_variables = nullptr;   // for templates only: an object of what else they may read
 };
 
 struct PromptPiece {

@@ -250,6 +250,22 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text, bool parse_special
   return ids;
 }
 
+std::vector<Tokenizer::SpecialSpan> Tokenizer::find_specials(std::string_view text) const {
+  std::vector<SpecialSpan> found;
+  for (size_t position = 0; position < text.size() && !on_request_.empty();) {
+    const auto match = on_request_.match(text, position);
+    if (!match) {
+      ++position;
+      continue;
+    }
+    // What is a token in any text needs no asking for.
+    const auto in_any_text = always_.match(text.substr(position, match->length), 0);
+    if (!in_any_text || in_any_text->length != match->length) found.push_back({position, match->length});
+    position += match->length;
+  }
+  return found;
+}
+
 void Tokenizer::encode_characters(std::string_view piece, std::vector<int32_t>& ids, std::vector<Symbol>& symbols,
                                   MergeScratch& scratch) const {
   const Vocabulary& vocabulary = parts_.vocabulary;

@@ -67,6 +67,12 @@ class Tokenizer {
   // as the references do. Throws Error(kBadInput) for 4 GiB of text or more.
   std::vector<int32_t> encode(std::string_view text, bool parse_special) const;
 
+  // Where a text spells special tokens, as encode(text, true) would find them: from left to right, the longest first.
+  struct SpecialSpan {
+    size_t begin = 0, length = 0;   // bytes
+  };
+  std::vector<SpecialSpan> find_specials(std::string_view text) const;
+
   // The text of ids: valid UTF-8, each ill-formed part one U+FFFD. Special tokens are left out, or shown by name.
   // Ids outside the vocabulary (a model's padding rows) stand for nothing.
   std::string decode(std::span<const int32_t> ids, bool show_special) const;
