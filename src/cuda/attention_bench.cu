@@ -257,6 +257,10 @@ void check_all(const LaunchContext& context) {
   }
   check_case(context, kGlobal, {{1500, 300}}, 0, seed += 100);
   check_case(context, kSliding, {{1900, 300}}, 0, seed += 100);
+  // So many rows that blocks have two groups; the second half alone has one.
+  check_case(context, kSliding, {{0, 700}}, 0, seed += 100);
+  check_case(context, shapes[5], {{30, 300}}, 0, seed += 100);
+  check_case(context, shapes[6], {{0, 40}, {600, 300}}, 0, seed += 100);
   check_case(context, kGlobal, {{63, 66}}, 5, seed += 100);
   check_case(context, kSliding, {{63, 66}}, 50, seed += 100);
   std::printf("check: %s\n", all_good ? "all passed" : "FAILED");

@@ -43,8 +43,8 @@ bool is_multiple(RowsView rows, int floats) {
          rows.stride % floats == 0;
 }
 
-// FP8 caches: codes times their row's scale, as bf16 at the same place of the scratch. A warp takes a page of one KV head,
-// keys or values, at a time; of the pages that some row reads, and of those only positions that are live.
+// FP8 caches: codes times their row's scale, as bf16 at the same place of the scratch. A warp takes a page of one KV
+// head, keys or values, at a time; of the pages that some row reads, and of those only positions that are live.
 struct WidenArgs {
   AttentionArgs attention;
   uint16_t* out;  // [keys, values][cache_rows][head_dim]
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kWidenThreads) widen_cache_kernel(WidenArgs ar
       const int unit = segment.unit_begin + item / (2 * n_kv), head = item / 2 % n_kv, is_value = item % 2;
       const int64_t first_row =
           (int64_t{table[table_entry(unit * kPageTokens, a.token.n_entries)]} * n_kv + head) * kPageTokens;
-      const auto* codes = static_cast<const uint8_t*>(is_value ? a.cache.values : a.cache.keys) + first_row * a.cache.head_dim;
+      const auto* codes =
+          static_cast<const uint8_t*>(is_value ? a.cache.values : a.cache.keys) + first_row * a.cache.head_dim;
       const float* scales = (is_value ? a.cache.value_scales : a.cache.key_scales) + first_row;
       uint16_t* out = args.out + (is_value * a.cache_rows + first_row) * a.cache.head_dim;
 #pragma unroll 4
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__(kWidenThreads) widen_cache_kernel(WidenArgs ar
 }  // namespace
 
 bool takes_prefill_attention(const AttentionArgs& args, const void* scratch) {
-  const bool element = args.cache.element == CacheElement::kBf16 ||
-                       (args.cache.element == CacheElement::kFp8 && scratch != nullptr);
+  const bool element =
+      args.cache.element == CacheElement::kBf16 || (args.cache.element == CacheElement::kFp8 && scratch != nullptr);
   return element && has_prefill_heads(args.cache.head_dim) && args.cache_rows > 0 && is_multiple(args.q, 4) &&
          is_multiple(args.out, 2);
 }
@@ -106,16 +107,20 @@ bool takes_prefill_attention(const AttentionArgs& args, const void* scratch) {
 void launch_prefill_attention(const LaunchContext& context, const AttentionArgs& args, void* scratch) {
   BERYL_CHECK(takes_prefill_attention(args, scratch) && args.first_token == 0, "attention that this kernel takes");
   CacheView cache = args.cache;
+  int device = 0, n_sms = 0;
+  check(cudaGetDevice(&device), "Attention");
+  check(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device), "Attention");
   if (cache.element == CacheElement::kFp8) {
-    int device = 0, n_sms = 0;
-    check(cudaGetDevice(&device), "Attention");
-    check(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device), "Attention");
-    launch(context, {.grid = static_cast<unsigned>(4 * n_sms), .block = kWidenThreads, .name = "Attention, widening the cache"},
+    launch(context,
+           {.grid = static_cast<unsigned>(4 * n_sms), .block = kWidenThreads, .name = "Attention, widening the cache"},
            widen_cache_kernel, WidenArgs{args, static_cast<uint16_t*>(scratch)});
     cache.keys = scratch;
     cache.values = static_cast<uint16_t*>(scratch) + args.cache_rows * cache.head_dim;
   }
-  const PrefillAttentionKernel kernel = cache.head_dim == 512 ? wide_attention() : narrow_attention(cache.head_dim);
+  const int64_t rows = int64_t{args.n_tokens} * (args.n_heads / cache.n_kv_heads);
+  const int n_groups = ceil_div(rows, kAttendedRows) * cache.n_kv_heads <= n_sms ? 1 : 2;
+  const PrefillAttentionKernel kernel =
+      cache.head_dim == 512 ? wide_attention() : narrow_attention(cache.head_dim, n_groups);
   PrefillAttentionArgs attention = {};
   attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.key_box);
   attention.values = map_of(cache.values, args.cache_rows, cache.head_dim, kernel.value_box);
@@ -128,7 +133,6 @@ void launch_prefill_attention(const LaunchContext& context, const AttentionArgs&
   attention.window = args.window;
   attention.scale = args.scale;
   attention.softcap = args.softcap;
-  const int64_t rows = int64_t{args.n_tokens} * (args.n_heads / cache.n_kv_heads);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(round_up(int64_t{ceil_div(rows, kernel.rows)}, kernel.cluster)),
                     static_cast<unsigned>(cache.n_kv_heads));

@@ -4,8 +4,8 @@
 // of them, a tile of keys is a page of 64 positions, and tiles come by the tensor copy engine in slabs of 64 columns
 // (attention_wgmma.cuh). Tiles begin at absolute positions; a row that has no key in a tile is not changed by it.
 //
-// Heads of up to 256 (NarrowAttention): two groups with rows of their own share the tiles. While a group's tensor
-// products with the values run, it computes the softmax of the next scores.
+// Heads of up to 256 (NarrowAttention): two groups (or, for few rows, one) with rows of their own share the tiles.
+// While a group's tensor products with the values run, it computes the softmax of the next scores.
 //
 // Heads of 512 (WideAttention): 64 x 512 sums are half of the registers, so roles are split. One group keeps most of q
 // in registers and makes weights, two multiply them with half of the columns each; weights go through shared memory.
@@ -44,9 +44,9 @@ inline constexpr int kAttendedKeys = kPageTokens;  // of a tile
 inline constexpr int kAttendedRows = 64;           // of a group of warps
 inline constexpr int kSlabColumns = 64, kSlabRowBytes = 128;
 
-template <int kDim>
+template <int kDim, int kRowGroups>
 struct NarrowAttentionShape {
-  static constexpr int kGroups = 2, kThreads = (kGroups + 1) * 128;
+  static constexpr int kGroups = kRowGroups, kThreads = (kGroups + 1) * 128;
   static constexpr int kSlabs = kDim / kSlabColumns, kTileBytes = kAttendedKeys * kDim * 2;
   static constexpr int kStages = kDim == 256 ? 2 : 4;
   static constexpr int kQueryBytes = kAttendedRows * kDim * 2;  // of a group
@@ -72,7 +72,7 @@ struct WideAttentionShape {
   static constexpr int kBarriersAt = kFactorsAt + kWeightSlots * kAttendedRows * 4;
   static constexpr int kSharedBytes = kBarriersAt + 2 * (kKeySlots + kValueSlots + kWeightSlots) * 8;
 };
-static_assert(NarrowAttentionShape<256>::kSharedBytes <= kPrefillSharedBytes);
+static_assert(NarrowAttentionShape<256, 2>::kSharedBytes <= kPrefillSharedBytes);
 static_assert(WideAttentionShape::kSharedBytes <= kPrefillSharedBytes);
 
 #if BERYL_WGMMA
@@ -323,10 +323,10 @@ __device__ __forceinline__ void load_queries(const PrefillAttentionArgs& a, unsi
   shared_writes_to_engines();
 }
 
-template <int kDim>
+template <int kDim, int kGroups>
 class NarrowAttention {
  public:
-  using Shape = NarrowAttentionShape<kDim>;
+  using Shape = NarrowAttentionShape<kDim, kGroups>;
   static constexpr int kStages = Shape::kStages, kSlabBytes = kAttendedKeys * kSlabRowBytes;
 
   __device__ __forceinline__ NarrowAttention(const PrefillAttentionArgs& args, unsigned char* shared_memory)
@@ -352,10 +352,11 @@ class NarrowAttention {
     grid_wait();
     const int group = static_cast<int>(threadIdx.x) / 128;
     if (group == Shape::kGroups) {
-      give_registers<24>();
+      // With one group there are enough for all.
+      if constexpr (kGroups == 2) give_registers<24>();
       if (threadIdx.x % 128 < 32) copy();
     } else {
-      take_registers<240>();
+      if constexpr (kGroups == 2) take_registers<240>();
       attend(group);
     }
   }
@@ -781,12 +782,12 @@ class WideAttention {
 
 #endif
 
-template <int kDim>
-__global__ void __launch_bounds__(NarrowAttentionShape<kDim>::kThreads, 1)
+template <int kDim, int kGroups>
+__global__ void __launch_bounds__(NarrowAttentionShape<kDim, kGroups>::kThreads, 1)
     narrow_attention_kernel(const __grid_constant__ PrefillAttentionArgs args) {
 #if BERYL_WGMMA
   extern __shared__ __align__(1024) unsigned char attention_shared[];
-  NarrowAttention<kDim>(args, attention_shared).run();
+  NarrowAttention<kDim, kGroups>(args, attention_shared).run();
 #endif
 }
 
@@ -798,7 +799,8 @@ struct PrefillAttentionKernel {
   int threads, shared_bytes;
   int key_box[2], value_box[2];  // rows, slabs
 };
-PrefillAttentionKernel narrow_attention(int head_dim);
+// n_groups: of 64 rows a block, 1 or 2; two share tiles, one gives more multiprocessors something to do.
+PrefillAttentionKernel narrow_attention(int head_dim, int n_groups);
 PrefillAttentionKernel wide_attention();
 
 }  // namespace beryl::cuda

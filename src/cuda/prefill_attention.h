@@ -1,9 +1,9 @@
-// Attention of many rows on Hopper's tensor cores (sm_90a), for heads of 64, 128, 256 and 512 and caches of BF16 or FP8:
-// for prompts. attention.cu has what serves everything else.
+// Attention of many rows on Hopper's tensor cores (sm_90a), for heads of 64, 128, 256 and 512 and caches of BF16 or
+// FP8: for prompts. attention.cu has what serves everything else.
 //
-// Keys, values, q and the softmax's weights are bf16 operands, sums and the softmax f32 (docs/numerics.md). A row's bits
-// depend on its own sequence alone: not on the number of rows, on their order, or on the pages. FP8 caches: the pages that
-// the rows read are widened first, into scratch of one layer's pool.
+// Keys, values, q and the softmax's weights are bf16 operands, sums and the softmax f32 (docs/numerics.md). A row's
+// bits depend on its own sequence alone: not on the number of rows, on their order, or on the pages. FP8 caches: the
+// pages that the rows read are widened first, into scratch of one layer's pool.
 #pragma once
 
 #include "cuda/kernels.h"

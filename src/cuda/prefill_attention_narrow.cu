@@ -6,20 +6,21 @@ namespace beryl::cuda {
 
 namespace {
 
-template <int kDim>
+template <int kDim, int kGroups>
 PrefillAttentionKernel kernel_of() {
-  using Shape = NarrowAttentionShape<kDim>;
-  return {narrow_attention_kernel<kDim>,  Shape::kGroups * kAttendedRows, 1, Shape::kThreads, Shape::kSharedBytes,
-          {kAttendedKeys, Shape::kSlabs}, {kAttendedKeys, Shape::kSlabs}};
+  using Shape = NarrowAttentionShape<kDim, kGroups>;
+  return {
+      narrow_attention_kernel<kDim, kGroups>, kGroups * kAttendedRows,       1, Shape::kThreads, Shape::kSharedBytes,
+      {kAttendedKeys, Shape::kSlabs},         {kAttendedKeys, Shape::kSlabs}};
 }
 
 }  // namespace
 
-PrefillAttentionKernel narrow_attention(int head_dim) {
+PrefillAttentionKernel narrow_attention(int head_dim, int n_groups) {
   switch (head_dim) {
-    case 64: return kernel_of<64>();
-    case 128: return kernel_of<128>();
-    case 256: return kernel_of<256>();
+    case 64: return n_groups == 1 ? kernel_of<64, 1>() : kernel_of<64, 2>();
+    case 128: return n_groups == 1 ? kernel_of<128, 1>() : kernel_of<128, 2>();
+    case 256: return n_groups == 1 ? kernel_of<256, 1>() : kernel_of<256, 2>();
     default: break;
   }
   BERYL_CHECK(false, "heads of 64, 128 or 256");

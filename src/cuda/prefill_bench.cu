@@ -7,7 +7,7 @@
 //   prefill_bench speed [formats]   the products of a layer of Gemma 4 12B for prompts, in TFLOP/s, beside cuBLASLt
 //   (bf16,
 //                                   where its library is found) on the same shape in the same run; the first format for
-//                                   128 to 8192 rows, others for 2048
+//                                   65 to 8192 rows, others for 2048
 //   prefill_bench quick [formats]   2048 rows, without cuBLASLt
 //   --tokens 128, --head-start N    behind the mode: as PrefillTuning says
 //
@@ -466,7 +466,7 @@ int main(int argc, char** argv) {
       for (const std::string& name : names.empty() ? std::vector<std::string>{"fp4_g128"} : names) {
         const auto format = format_by_name(name);
         if (!format) throw Error(ErrorCode::kBadInput, "no such format");
-        speed(*format, first, first ? std::vector<int>{128, 512, 2048, 8192} : std::vector<int>{2048}, device, context);
+        speed(*format, first, first ? std::vector<int>{65, 128, 256, 512, 1024, 2048, 8192} : std::vector<int>{2048}, device, context);
         first = false;
       }
     }

@@ -1,13 +1,13 @@
 // The product of prefill_linear.h: y = epilogue(W · x), x as 16-bit values that a kernel before has laid out.
 //
-// A block makes 128 rows of W times 128 or 256 tokens at a time, 8 warps with 16 rows of W each, in two groups of four.
-// A warp takes its own packed tile of W out of shared memory into registers, widens 64 columns of it there
+// A block makes 128 rows of W times 64, 128 or 256 tokens at a time, 8 warps with 16 rows of W each, in two groups of
+// four. A warp takes its own packed tile of W out of shared memory into registers, widens 64 columns of it there
 // (prefill_widen.cuh) while the tensor cores multiply the 64 before, and never writes them anywhere. The warps of a
 // third group keep two rings full by bulk copies: slabs of x (64 columns), and column tiles of W as they are packed.
-// Two blocks with neighbouring rows of W form a cluster and share x: each copies half of every slab to both. Blocks
-// stay and take one product tile after the other; those at work together share W and x through the L2. y leaves by way
-// of shared memory in whole lines. One group begins a little after the other, so that they do not store at the same
-// time.
+// Two blocks with neighbouring rows of W form a cluster and share x (not for 64 tokens): each copies half of every slab
+// to both. Blocks stay and take one product tile after the other; those at work together share W and x through the L2.
+// y leaves by way of shared memory in whole lines. One group begins a little after the other, so that they do not store
+// at the same time.
 //
 //   x        [token blocks][slabs of 64 columns][128 tokens][128 bytes], 16-byte pieces exchanged (prefill_wgmma.cuh)
 //
@@ -96,7 +96,9 @@ struct PrefillSmall {
   uint64_t weights_empty[4];
 };
 constexpr int PrefillShape::small_bytes() const {
-  return static_cast<int>(tokens == 256 ? sizeof(PrefillSmall<256>) : sizeof(PrefillSmall<128>));
+  return static_cast<int>(tokens == 256   ? sizeof(PrefillSmall<256>)
+                          : tokens == 128 ? sizeof(PrefillSmall<128>)
+                                          : sizeof(PrefillSmall<64>));
 }
 
 #if BERYL_WGMMA
@@ -136,6 +138,7 @@ class PrefillLinear {
   static constexpr int kXSlots = kShape.x_slots(), kWeightSlots = kShape.weight_slots();
   static constexpr int kMetaAt = kPrefillRowTiles * kTile.code_bytes;
   static constexpr int kColumnTiles = kTokens / 8;  // of d
+  static constexpr int kScales = kTokens > 128 ? kTokens / 128 : 1;  // of x, a thread
   static constexpr bool kBf16 = kFormat == Format::kBf16;
   using Small = PrefillSmall<kTokens>;
   static_assert(kUnits % kBuffers == 0 && kXSlots >= 3 && kWeightSlots >= 2);
@@ -220,10 +223,9 @@ class PrefillLinear {
     for (int tile = first_tile(); tile < n_tiles(); tile += tile_step()) {
       const int token_block = place(tile).token_block;
       // A token block that there is not is the last one again.
-      const int stored =
-          min(token_block * (kTokens / kPrefillBlockTokens) + first / kPrefillBlockTokens, a.n_stored_blocks - 1);
+      const int token = token_block * kTokens + first, stored = min(token / kPrefillBlockTokens, a.n_stored_blocks - 1);
       const unsigned char* x =
-          a.x + (int64_t{stored} * a.n_column_tiles * kSlabs * kPrefillBlockTokens + first % kPrefillBlockTokens) * 128;
+          a.x + (int64_t{stored} * a.n_column_tiles * kSlabs * kPrefillBlockTokens + token % kPrefillBlockTokens) * 128;
 #pragma unroll 1
       for (int slab = 0; slab < a.n_column_tiles * kSlabs; ++slab) {
         barrier_wait(small.x_empty + slot.index, slot.parity);
@@ -298,9 +300,9 @@ class PrefillLinear {
         power[h] = has_row_powers(kFormat) ? __ldcg(a.row_powers + row) : 1.0f;
         factor[h] = __ldcg(a.row_factors + row);
       }
-      float x_scale[kTokens / 128];
+      float x_scale[kScales];
 #pragma unroll
-      for (int i = 0; i < kTokens / 128; ++i) {
+      for (int i = 0; i < kScales; ++i) {
         const int token = at.token_block * kTokens + i * 128 + static_cast<int>(threadIdx.x) % 128;
         x_scale[i] = __ldcg(a.x_scales + min(token, a.n_stored_blocks * kPrefillBlockTokens - 1));
       }
@@ -337,8 +339,9 @@ class PrefillLinear {
       release_x(x_slot.before());
       // Read after the first barrier of store(), and before its last.
 #pragma unroll
-      for (int i = 0; i < kTokens / 128; ++i)
-        small.x_scales[group][i * 128 + static_cast<int>(threadIdx.x) % 128] = __float2bfloat16_rn(x_scale[i]);
+      for (int i = 0; i < kScales; ++i)
+        if (kTokens >= 128 || threadIdx.x % 128 < kTokens)
+          small.x_scales[group][i * 128 + static_cast<int>(threadIdx.x) % 128] = __float2bfloat16_rn(x_scale[i]);
       store(sums, factor, row_tile, at.token_block * kTokens);
     }
     // Shared memory must outlast what still reads it.
@@ -502,7 +505,7 @@ struct PrefillKernel {
   int tokens = 0, cluster = 0, shared_bytes = 0;
 };
 struct PrefillKernels {
-  PrefillKernel kernels[2] = {};
+  PrefillKernel kernels[3] = {};
 };
 template <class Codec, Format kFormat, int kTokens, int kCluster>
 PrefillKernel prefill_kernel_of() {
@@ -511,7 +514,8 @@ PrefillKernel prefill_kernel_of() {
 }
 template <class Codec, Format kFormat>
 PrefillKernels prefill_kernels() {
-  return {{prefill_kernel_of<Codec, kFormat, 128, 2>(), prefill_kernel_of<Codec, kFormat, 256, 2>()}};
+  return {{prefill_kernel_of<Codec, kFormat, 128, 2>(), prefill_kernel_of<Codec, kFormat, 256, 2>(),
+           prefill_kernel_of<Codec, kFormat, 64, 1>()}};
 }
 
 // In prefill_FAMILY.cu, so that they compile side by side; empty for formats of another family.

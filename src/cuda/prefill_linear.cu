@@ -43,11 +43,11 @@ ScratchLayout scratch_layout(const MatvecPlan& plan, int64_t n_rows) {
 }
 
 // The cost of a product with this kernel, in tiles of 128 x 128 one after the other. Where a tile of W is widened for
-// fewer tokens, or x read for fewer rows, they cost more each.
+// fewer tokens, or x read for fewer rows, they cost more each; but small tiles give more multiprocessors something to do.
 double cost(const MatvecPlan& plan, int n_rows, const PrefillKernel& kernel, int n_sms) {
   const int tiles = ceil_div(plan.n_row_tiles, kPrefillRowTiles * kernel.cluster) * ceil_div(n_rows, kernel.tokens);
-  const int size = kernel.tokens / 128;
-  return ceil_div(tiles, n_sms / kernel.cluster) * size * (size == 1 ? 1.15 : 1.0);
+  const double dearer = kernel.tokens == 256 ? 1.0 : kernel.tokens == 128 ? 1.15 : 1.35;
+  return ceil_div(tiles, n_sms / kernel.cluster) * (kernel.tokens / 128.0) * dearer;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// 16-bit products of four warps (wgmma, sm_90a): d[64][n] += a[64][16] · b[16][n], n = 128 or 256, a from registers
+// 16-bit products of four warps (wgmma, sm_90a): d[64][n] += a[64][16] · b[16][n], n = 64, 128 or 256, a from registers
 // (each warp its 16 rows, as mma.m16n8k16 has them), b from shared memory, f32 sums.
 //
 // b is n rows of 64 values, 128 bytes each, whose 16-byte pieces are exchanged by the row: piece p of row n stands at
@@ -47,6 +47,16 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 
 #define BERYL_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define BERYL_D16(n) BERYL_D4(n), BERYL_D4(n + 1), BERYL_D4(n + 2), BERYL_D4(n + 3)
+#define BERYL_MULTIPLY_64(type)                                                          \
+  asm volatile(                                                                          \
+      "{ .reg .pred add; setp.ne.b32 add, %37, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                        \
+      " {"                                                                               \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"   \
+      "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0; }"                                    \
+      : BERYL_D16(0), BERYL_D16(4)                                                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 #define BERYL_MULTIPLY_128(type)                                                         \
   asm volatile(                                                                          \
       "{ .reg .pred add; setp.ne.b32 add, %69, 0;\n"                                     \
@@ -79,6 +89,11 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 
 // add 0: d = a · b.
 template <bool kBf16>
+__device__ __forceinline__ void multiply_step(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  if constexpr (kBf16) BERYL_MULTIPLY_64("bf16");
+  else BERYL_MULTIPLY_64("f16");
+}
+template <bool kBf16>
 __device__ __forceinline__ void multiply_step(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, int add) {
   if constexpr (kBf16) BERYL_MULTIPLY_128("bf16");
   else BERYL_MULTIPLY_128("f16");
@@ -91,6 +106,7 @@ __device__ __forceinline__ void multiply_step(float (&d)[32][4], const uint32_t 
 
 #undef BERYL_MULTIPLY_256
 #undef BERYL_MULTIPLY_128
+#undef BERYL_MULTIPLY_64
 #undef BERYL_D16
 #undef BERYL_D4
 
