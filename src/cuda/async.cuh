@@ -62,17 +62,9 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// A warp: the same for a barrier of the ring that bulk copies use too, which expects one arrival there, and without bulk copies 32.
-__device__ __forceinline__ void barrier_join_copies(uint64_t* barrier, int lane) {
-#if BERYL_BULK_COPY
-  // Each lane's copies raise the count of the phase by one and arrive when they have landed; the last arrival is lane 0's.
+// Likewise, and the barrier expects one more arrival for that: who is to arrive otherwise does so afterwards.
+__device__ __forceinline__ void barrier_join_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-#else
-  (void)lane;
-  barrier_arrive_after_copies(barrier);
-#endif
 }
 
 #if BERYL_BULK_COPY

@@ -25,13 +25,13 @@ __device__ __forceinline__ void copy_slot(unsigned char* to, const unsigned char
 #endif
 }
 
-// To the warp that copies keys and values (decode_attention.cuh); null: there are no more.
-__device__ __forceinline__ void hand_ring(const DecodeBlock& block, const AttentionPhase* phase, const RingPlace& ring, bool filled) {
+// To the warps that copy keys and values (decode_attention.cuh).
+__device__ __forceinline__ void hand_ring(const DecodeBlock& block, const RingPlace& ring, bool filled) {
 #if !BERYL_BULK_COPY
   __syncwarp();
 #endif
   if (block.lane == 0) {
-    block.small->handed = {phase, ring.slot, ring.parity, filled};
+    block.small->handed = {ring.slot, ring.parity, filled};
     barrier_arrive(&block.small->hand_over);
   }
 }
@@ -53,7 +53,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
     const WeightStream s = next;
     next = *++at;                                  // here, so that it is there in time
     if (s.n_stages == 0) {
-      hand_ring(block, reinterpret_cast<const AttentionPhase*>(s.weights), ring, filled);
+      hand_ring(block, ring, filled);
       barrier_wait_suspended(&block.small->hand_back, turn);
       turn ^= 1;
       ring = {block.small->handed.slot, block.small->handed.parity};
@@ -79,7 +79,6 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
       }
     }
   }
-  hand_ring(block, nullptr, ring, filled);
 #if !BERYL_BULK_COPY
   commit_copies();
   wait_copies<0>();
@@ -128,7 +127,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     give_registers<32>();
     // The last of four schedulers has the fewest warps that compute, where there are not 16 of them.
     if (block.warp == kMatvecWarps + 3) copy_weights(block);
-    else if (block.warp == kMatvecWarps + 2) copy_attention(block);
+    else copy_attention(block, block.warp - kMatvecWarps);
   } else {
     take_registers<112>();
 #pragma unroll 1

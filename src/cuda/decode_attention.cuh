@@ -31,6 +31,7 @@
 namespace beryl::cuda {
 
 inline constexpr int kUnitHeadBits = 4, kUnitHeads = 1 << kUnitHeadBits;
+inline constexpr int kAttentionCopiers = 3;        // warps that copy keys and values
 inline constexpr int kStateCopies = 16;            // of a unit's maximum and sum: one for each reader
 inline constexpr int kMergeColumns = 32;
 inline constexpr int kMergeWarps = 8;
@@ -69,42 +70,52 @@ __device__ __forceinline__ int quick_quotient(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
 }
 
+// Where this block is among a phase's units.
+struct UnitPlace {
+  int row, index;
+};
+// The next unit of this block; false if there is none.
+__device__ __forceinline__ bool next_unit(const DecodeBlock& block, const AttentionPhase& p, UnitPlace& at, DecodeUnit& unit) {
+  const int heads = p.heads_of_kv, n_kv_heads = p.cache.n_kv_heads;
+#pragma unroll 1
+  for (; at.row < block.args.n_rows; ++at.row) {
+    const DecodeUnits units = decode_units(block.small->positions[at.row], p.window);
+    // Fewer heads in a unit where that gives work to more blocks: of each head it is the same work.
+    const auto tiles_of = [&](int bits) { return (heads + (1 << bits) - 1) >> bits; };
+    int bits = kUnitHeadBits;
+    while (bits > 2 && units.count * n_kv_heads * block.args.n_rows * tiles_of(bits - 1) <= static_cast<int>(gridDim.x)) --bits;
+    const int head_tiles = tiles_of(bits), n_items = n_kv_heads * head_tiles;
+    if (at.index < units.count * n_items) {
+      // Neighbouring blocks have neighbouring KV heads of one page.
+      const int number = quick_quotient(at.index, n_items), item = at.index - number * n_items, kv_head = quick_quotient(item, head_tiles),
+                head_tile = item - kv_head * head_tiles;
+      unit = {at.row, kv_head, kv_head * heads + (head_tile << bits), min(heads - (head_tile << bits), 1 << bits), number, units, head_tile == 0};
+      at.index += static_cast<int>(gridDim.x);
+      return true;
+    }
+    at.index -= units.count * n_items;
+  }
+  return false;
+}
+
 // Calls function(unit) for all units of this block.
 template <class Function>
 __device__ __forceinline__ void for_units(const DecodeBlock& block, const AttentionPhase& p, Function&& function) {
-  int index = block_index();
+  UnitPlace place = {0, block_index()};
 #pragma unroll 1
-  for (int row = 0; row < block.args.n_rows; ++row) {
-#pragma unroll 1
-    for (;; index += static_cast<int>(gridDim.x)) {
-      // In here, so that nothing is computed before the loop and kept for all of it.
-      const DecodeShared* small = afresh(block.small);
-      const int heads = p.heads_of_kv, n_kv_heads = p.cache.n_kv_heads;
-      const DecodeUnits units = decode_units(small->positions[row], p.window);
-      // Fewer heads in a unit where that gives work to more blocks: of each head it is the same work.
-      const auto tiles_of = [&](int bits) { return (heads + (1 << bits) - 1) >> bits; };
-      int bits = kUnitHeadBits;
-      while (bits > 2 && units.count * n_kv_heads * block.args.n_rows * tiles_of(bits - 1) <= static_cast<int>(gridDim.x)) --bits;
-      const int head_tiles = tiles_of(bits), n_items = n_kv_heads * head_tiles;
-      if (index >= units.count * n_items) {
-        index -= units.count * n_items;
-        break;
-      }
-      // Neighbouring blocks have neighbouring KV heads of one page.
-      const int unit = quick_quotient(index, n_items), item = index - unit * n_items, kv_head = quick_quotient(item, head_tiles),
-                head_tile = item - kv_head * head_tiles;
-      function(DecodeUnit{row, kv_head, kv_head * heads + (head_tile << bits), min(heads - (head_tile << bits), 1 << bits), unit, units, head_tile == 0});
-    }
-  }
+  for (DecodeUnit unit; next_unit(block, p, place, unit);) function(unit);
 }
 
 // How the rows of a tile lie in the ring: pieces of 16, 32 or 64, a slot each; first all of the keys, then the values.
+// Of an FP8 cache all scales of the tile are at the end of the slot where its values begin.
 struct TileCut {
+  static constexpr int kScaleBytes = 2 * kPageTokens * 4;
   int row_shift;                    // bytes of a row: 1 << row_shift
   int piece_shift;                  // rows of a piece
   __device__ __forceinline__ TileCut(const CacheView& cache, int slot_bytes) {
     const int row_bytes = cache.element == CacheElement::kFp8 ? cache.head_dim : 2 * cache.head_dim;
     row_shift = 31 - __clz(row_bytes);
+    if (cache.element == CacheElement::kFp8) slot_bytes -= kScaleBytes;
     piece_shift = min(31 - __clz(slot_bytes) - row_shift, 6);
   }
   __device__ __forceinline__ int line_shift() const { return max(row_shift, 7); }
@@ -113,25 +124,40 @@ struct TileCut {
 
 // ---- the copying warp ----
 
-// Keys and values of this block's units of a phase, into the ring; all lanes. What stays the same is kept in shared memory: these
-// warps have few registers.
-__device__ __forceinline__ void copy_units(const DecodeBlock& block, const AttentionPhase& p) {
+// 4 bytes to shared memory, asynchronous, or a zero where n_bytes is 0.
+__device__ __forceinline__ void copy4_async(uint32_t to, const void* from, int n_bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(n_bytes) : "memory");
+}
+__device__ __forceinline__ void copiers_barrier() { asm volatile("bar.sync 4, %0;" ::"n"(kAttentionCopiers * 32) : "memory"); }
+
+// Copies keys and values of this block's units into the ring; by kAttentionCopiers warps, copier: which of them. They look up the
+// phase, its first unit and where its tiles lie before it is their turn: then the warp that copies weights hands over the ring (decode.cu)
+// and waits for it. What stays the same is kept in shared memory: these warps have few registers.
+__device__ __forceinline__ void copy_attention(const DecodeBlock& block, int copier) {
   DecodeShared* small = block.small;
-  RingPlace ring = {small->handed.slot, small->handed.parity};
-  bool filled = small->handed.filled;
-  if (block.lane == 0) {
-    const TileCut cut(p.cache, block.args.slot_bytes);
-    small->pools[0] = static_cast<const uint8_t*>(p.cache.keys);
-    small->pools[1] = static_cast<const uint8_t*>(p.cache.values);
-    small->row_shift = cut.row_shift;
-    small->piece_shift = cut.piece_shift;
-  }
-  for_units(block, p, [&](const DecodeUnit& u) {
+  const WeightStream* at = block.args.streams;
 #pragma unroll 1
-    for (int first = 0; first < u.units.tiles; first += 32) {
-      __syncwarp();
+  for (uint32_t turn = 0;; turn ^= 1) {
+    while (at->weights != nullptr && at->n_stages != 0) ++at;
+    if (at->weights == nullptr) return;
+    const AttentionPhase& p = *reinterpret_cast<const AttentionPhase*>((at++)->weights);
+    UnitPlace place = {0, block_index()};
+    DecodeUnit u;
+    bool has_unit = next_unit(block, p, place, u), has_turn = false;
+    RingPlace ring;
+    bool filled = false;
+    copiers_barrier();               // nobody reads the last phase's any more
+    if (copier == 0 && block.lane == 0) {
+      const TileCut cut(p.cache, block.args.slot_bytes);
+      small->pools[0] = static_cast<const uint8_t*>(p.cache.keys);
+      small->pools[1] = static_cast<const uint8_t*>(p.cache.values);
+      small->row_shift = cut.row_shift;
+      small->piece_shift = cut.piece_shift;
+    }
+#pragma unroll 1
+    for (int first = 0;;) {
       // Where its tiles lie, a lane a tile.
-      if (first + block.lane < u.units.tiles) {
+      if (copier == 0 && has_unit && first + block.lane < u.units.tiles) {
         const int32_t* table = p.table + int64_t{small->sequences[u.row]} * p.n_entries;
         const DecodeTile tile = decode_tile(small->positions[u.row], p.window, u.units, u.unit, first + block.lane);
         const auto first_row = [&](int page) {
@@ -140,8 +166,14 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
         small->tiles[block.lane] =
             make_int4(tile.begin < tile.end ? first_row(tile.page) : 0, tile.older < 0 ? -1 : first_row(tile.older), tile.begin, tile.end);
       }
-      __syncwarp();
-      const int n_pieces = 2 * min(u.units.tiles - first, 32) << (6 - small->piece_shift);
+      if (!has_turn && copier == 0) barrier_wait_suspended(&small->hand_over, turn);
+      copiers_barrier();
+      if (!has_turn) {
+        ring = {small->handed.slot, small->handed.parity};
+        filled = small->handed.filled;
+        has_turn = true;
+      }
+      const int n_pieces = has_unit ? 2 * min(u.units.tiles - first, 32) << (6 - small->piece_shift) : 0;
 #pragma unroll 1
       for (int i = 0; i < n_pieces; ++i) {
         if (filled) barrier_wait_suspended(&small->empty[ring.slot], ring.parity ^ 1);
@@ -150,42 +182,50 @@ __device__ __forceinline__ void copy_units(const DecodeBlock& block, const Atten
         const int4 tile = small->tiles[part / 2];
         const uint8_t* pool = small->pools[part % 2];
         // Bytes from the piece's begin on: [begin, end) are of the newer page, those from there up to `limit` of the older one.
-        const int begin = (tile.z - row) << row_shift, end = (tile.w - row) << row_shift;
+        const int begin = (tile.z - row) << row_shift, end = (tile.w - row) << row_shift, first_byte = (copier * 32 + block.lane) * 16;
+        constexpr int kStep = kAttentionCopiers * 32 * 16;
         const uint8_t* newer = pool + (int64_t{tile.x + row} << row_shift);
         const uint32_t to = shared_address(block.ring + ring.slot * block.args.slot_bytes);
         if (begin <= 0 && end >= bytes) {
 #pragma unroll 4
-          for (int at = block.lane * 16; at < bytes; at += 32 * 16) copy16_async(to + (at ^ row_order(at, line_shift)), newer + at, 16);
+          for (int byte = first_byte; byte < bytes; byte += kStep) copy16_async(to + (byte ^ row_order(byte, line_shift)), newer + byte, 16);
         } else {
           const int limit = tile.y >= 0 ? bytes : end;
           const uint8_t* older = pool + (int64_t{tile.y + row} << row_shift);
-#pragma unroll 1
-          for (int at = block.lane * 16; at < bytes; at += 32 * 16)
-            copy16_async(to + (at ^ row_order(at, line_shift)), (at < end ? newer : older) + at, at >= begin && at < limit ? 16 : 0);
+#pragma unroll 2
+          for (int byte = first_byte; byte < bytes; byte += kStep)
+            copy16_async(to + (byte ^ row_order(byte, line_shift)), (byte < end ? newer : older) + byte, byte >= begin && byte < limit ? 16 : 0);
         }
-        barrier_join_copies(&small->full[ring.slot], block.lane);
+        if (part % 2 != 0 && row == 0 && copier == 0 && p.cache.element == CacheElement::kFp8) {
+#pragma unroll 1
+          for (int slot = block.lane; slot < kPageTokens; slot += 32) {
+            const int64_t from = int64_t{slot < tile.w ? tile.x : tile.y} + slot;
+            const int n_bytes = slot >= tile.z && (slot < tile.w || tile.y >= 0) ? 4 : 0;
+            const uint32_t scale = to + static_cast<uint32_t>(block.args.slot_bytes - TileCut::kScaleBytes + slot * 4);
+            copy4_async(scale, p.cache.key_scales + from, n_bytes);
+            copy4_async(scale + kPageTokens * 4, p.cache.value_scales + from, n_bytes);
+          }
+        }
+        barrier_join_copies(&small->full[ring.slot]);
+        copiers_barrier();
+        if (copier == 0 && (!BERYL_BULK_COPY || block.lane == 0)) barrier_arrive(&small->full[ring.slot]);
         ring.next(block.args.n_slots);
         if (ring.slot == 0) filled = true;
       }
+      if (!has_unit) break;
+      first += 32;
+      if (first < u.units.tiles) continue;
+      first = 0;
+      has_unit = next_unit(block, p, place, u);
+      if (!has_unit) break;
     }
-  });
-  __syncwarp();
-  if (block.lane == 0) {
-    small->handed.slot = ring.slot;
-    small->handed.parity = ring.parity;
-    small->handed.filled = filled;
-    barrier_arrive(&small->hand_back);
-  }
-}
-
-// A warp of its own, which gets the ring from the one that copies weights, and gives it back (decode.cu).
-__device__ __forceinline__ void copy_attention(const DecodeBlock& block) {
-#pragma unroll 1
-  for (uint32_t turn = 0;; turn ^= 1) {
-    barrier_wait_suspended(&block.small->hand_over, turn);
-    const AttentionPhase* phase = block.small->handed.phase;
-    if (phase == nullptr) break;
-    copy_units(block, *phase);
+    copiers_barrier();               // all have read what was handed over
+    if (copier == 0 && block.lane == 0) {
+      small->handed.slot = ring.slot;
+      small->handed.parity = ring.parity;
+      small->handed.filled = filled;
+      barrier_arrive(&small->hand_back);
+    }
   }
 }
 
@@ -275,26 +315,6 @@ struct AttentionStep {
     __syncwarp();
     if (block.lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
     ring.next(block.args.n_slots);
-  }
-
-  // Scales of this lane's two keys in the softmax.
-  struct KeyScales {
-    float keys[2], values[2];
-  };
-  __device__ __forceinline__ void load_scales(const DecodeTile& tile, KeyScales& scales) const {
-    if constexpr (kFp8) {
-      if (block.warp >= u.n_heads) return;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int slot = block.lane + 32 * i;
-        scales.keys[i] = scales.values[i] = 1.0f;
-        if (live(tile, slot)) {
-          const int64_t row = row_of(slot < tile.end ? tile.page : tile.older, slot);
-          scales.keys[i] = p.cache.key_scales[row];
-          scales.values[i] = p.cache.value_scales[row];
-        }
-      }
-    }
   }
 
   // ---- queries, new keys and values ----
@@ -487,15 +507,20 @@ struct AttentionStep {
   }
 
   // This warp's head; the running state stays in its registers.
-  __device__ __forceinline__ void softmax(const DecodeTile& tile, KeyScales scales, float& largest, float& sum) const {
+  __device__ __forceinline__ void softmax(const DecodeTile& tile, float& largest, float& sum) const {
     const int head = block.warp;
     if (head >= u.n_heads) return;
     const float* scores = reinterpret_cast<const float*>(scratch + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride;
+    float key_scales[2] = {1, 1}, value_scales[2] = {1, 1};
     if constexpr (kFp8) {
+      await();                       // they come with the values
+      const float* scales = reinterpret_cast<const float*>(block.ring + (ring.slot + 1) * block.args.slot_bytes - TileCut::kScaleBytes) + block.lane;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) key_scales[i] = scales[32 * i], value_scales[i] = scales[kPageTokens + 32 * i];
       for_new(tile, [&](int row, int slot) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (slot == block.lane + 32 * i) scales.keys[i] = new_scale(row, false), scales.values[i] = new_scale(row, true);
+          if (slot == block.lane + 32 * i) key_scales[i] = new_scale(row, false), value_scales[i] = new_scale(row, true);
       });
     }
     float score[2];
@@ -505,7 +530,7 @@ struct AttentionStep {
       constexpr int kPart = kUnitHeads * AttentionScratch::kScoreStride;
       float product = __fadd_rn(scores[slot], scores[kPart + slot]);
       if (parts == 4) product = __fadd_rn(__fadd_rn(product, scores[2 * kPart + slot]), scores[3 * kPart + slot]);
-      if constexpr (kFp8) product = __fmul_rn(product, scales.keys[i]);
+      if constexpr (kFp8) product = __fmul_rn(product, key_scales[i]);
       score[i] = live(tile, slot) ? attention_score(product, p.scale, p.softcap) : -INFINITY;
     }
     const float raised = fmaxf(largest, lane_max(fmaxf(score[0], score[1])));
@@ -518,7 +543,7 @@ struct AttentionStep {
       const int slot = block.lane + 32 * i;
       float weight = live(tile, slot) && raised != -INFINITY ? expf(score[i] - raised) : 0.0f;
       total = __fadd_rn(total, weight);
-      if constexpr (kFp8) weight = live(tile, slot) ? __fmul_rn(weight, scales.values[i]) : 0.0f;
+      if constexpr (kFp8) weight = live(tile, slot) ? __fmul_rn(weight, value_scales[i]) : 0.0f;
       const Bf16Pair pair = split_bf16(weight);
       reinterpret_cast<__nv_bfloat16*>(weights)[slot] = pair.high;
       reinterpret_cast<__nv_bfloat16*>(weights + AttentionScratch::kWeightBytes)[slot] = pair.low;
@@ -648,13 +673,8 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
   const DecodeBlock all(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
   for_units(all, *shared_object<const AttentionPhase>(phase_at), [&](const DecodeUnit& unit) {
     const auto step = [&]() { return Step(args_at, shared_at, phase_at, ring); };
-    typename Step::KeyScales scales;
     DecodeTile tile;
-    {
-      const Step now = step();
-      tile = now.begin(unit);
-      now.load_scales(tile, scales);
-    }
+    tile = step().begin(unit);
     DecodeBlock::barrier();              // the scratch changes hands
     step().finish_heads();
     DecodeBlock::barrier();
@@ -664,17 +684,14 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
     for (int t = 0;;) {
       step().score(tile);
       DecodeBlock::barrier();
-      step().softmax(tile, scales, largest, sum);
+      step().softmax(tile, largest, sum);
       DecodeBlock::barrier();
       bool more;
       const DecodeTile last = tile;
       {
         const Step now = step();
         more = ++t < now.u.n_tiles;
-        if (more) {
-          tile = now.tile_of(t);
-          now.load_scales(tile, scales);
-        }
+        if (more) tile = now.tile_of(t);
       }
       step().weigh(last, sums);
       if (!more) break;

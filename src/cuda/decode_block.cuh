@@ -52,9 +52,8 @@ struct DecodeShared {
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
   alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
   WarpUnit units[kMatvecWarps];
-  // The ring, from the warp that copies weights to the one that copies keys and values, and back. phase: null at the end.
+  // The ring, from the warp that copies weights to those that copy keys and values, and back.
   struct Handed {
-    const AttentionPhase* phase;
     int slot;
     uint32_t parity;
     bool filled;
