@@ -168,6 +168,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     __threadfence();
     small->flags = atomicAdd(finished, 1u) + 1 == gridDim.x ? 1 : 0;
   }
+  __syncwarp();
   __syncthreads();
   if (small->flags == 0) return;
   if (threadIdx.x == 0) *finished = 0;
