@@ -40,7 +40,8 @@ struct alignas(16) WarpUnit {
   uint32_t new_rows;                // rows of this launch whose keys and values the unit makes itself
 };
 
-// Shared memory: the ring (weights, and an attention phase's keys and values), the scratch (x and partial sums, or what attention needs), this, sums of norms.
+// Shared memory: the ring (weights, and an attention phase's keys and values), the scratch (x and partial sums, or what attention needs),
+// the residual and norm weights that came ahead where there is room, this, sums of norms.
 struct DecodeShared {
   alignas(16) DecodePhase phases[kHeldPhases];
   alignas(8) uint64_t full[kDecodeMaxSlots];
