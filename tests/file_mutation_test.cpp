@@ -11,13 +11,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <new>
 #include <string>
 #include <vector>
 
@@ -26,50 +24,12 @@
 #include "base/error.h"
 #include "base/mapped_file.h"
 #include "base/rng.h"
+#include "counted_memory.h"
 #include "weights/checkpoint.h"
 #include "weights/encode.h"
 #include "weights/gguf.h"
 #include "weights/safetensors.h"
 #include "weights/test_files.h"
-
-namespace {
-
-std::atomic<size_t> live_bytes{0};
-std::atomic<size_t> peak_bytes{0};
-
-// A header before each block holds its size. 16 bytes keep malloc's alignment.
-constexpr size_t kPrefixBytes = 16;
-
-void* allocate(size_t bytes) {
-  auto* block = static_cast<char*>(std::malloc(bytes + kPrefixBytes));
-  if (block == nullptr) throw std::bad_alloc();
-  std::memcpy(block, &bytes, sizeof(bytes));
-  const size_t live = live_bytes += bytes;
-  if (live > peak_bytes) peak_bytes = live;
-  return block + kPrefixBytes;
-}
-
-void release(void* pointer) {
-  if (pointer == nullptr) return;
-  char* block = static_cast<char*>(pointer) - kPrefixBytes;
-  size_t bytes = 0;
-  std::memcpy(&bytes, block, sizeof(bytes));
-  live_bytes -= bytes;
-  std::free(block);
-}
-
-}  // namespace
-
-void* operator new(size_t bytes) { return allocate(bytes); }
-void* operator new[](size_t bytes) { return allocate(bytes); }
-void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return allocate(bytes); }
-void* operator new[](size_t bytes, const std::nothrow_t&) noexcept { return allocate(bytes); }
-void operator delete(void* pointer, const std::nothrow_t&) noexcept { release(pointer); }
-void operator delete[](void* pointer, const std::nothrow_t&) noexcept { release(pointer); }
-void operator delete(void* pointer) noexcept { release(pointer); }
-void operator delete[](void* pointer) noexcept { release(pointer); }
-void operator delete(void* pointer, size_t) noexcept { release(pointer); }
-void operator delete[](void* pointer, size_t) noexcept { release(pointer); }
 
 namespace beryl {
 

@@ -1,5 +1,5 @@
-// The decode kernel: linear and attention ops for 1 to 8 rows, any run of them that decode_plan.h puts together, one op or
-// all of a step, as one launch.
+// The decode kernel: linear and attention ops as one launch, for up to kWholeStepRows rows any run of them that decode_plan.h puts
+// together, even all of a step, and one op by itself for up to kDecodeRows.
 //
 // One block a multiprocessor stays there for the whole launch. One of its warps copies the block's share of the weights of
 // all phases through a ring in shared memory, as fast as memory gives them and without waiting for anything but free

@@ -23,7 +23,7 @@ struct PlannedRows {
 
 struct PlannedPhase {
   PhaseKind kind = PhaseKind::kEnd;
-  int op = -1;                      // Linear or Attention; -1: the residual takes `add` and nothing is multiplied
+  int op = -1;                      // Linear or Attention
   int piece = 0;                    // of the Linear's matrix
   bool gate_only = false;           // the first of two pieces of a gated matrix
   PlannedRows x, y, other;          // of a Linear; q, out and - of an Attention

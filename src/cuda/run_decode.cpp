@@ -195,7 +195,8 @@ void CudaExecutor::send_decode_phases() {
 }
 
 bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& list) {
-  if (segment.phases.empty() || n_tokens_ > (segment.phases.size() > 1 ? kWholeStepRows : kDecodeRows)) return false;
+  // One op, of one phase or two (gate and up apart), takes more rows than a run of ops.
+  if (segment.phases.empty() || n_tokens_ > (segment.end - segment.begin > 1 ? kWholeStepRows : kDecodeRows)) return false;
   const int64_t rows = segment.gathers ? n_tokens_ : list_rows(segment);
   if (segment.gathers && n_outputs_ != n_tokens_) return false;
   if (rows == 0) return true;
