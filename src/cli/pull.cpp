@@ -214,7 +214,7 @@ Command add_pull_command(CLI::App& program) {
   app->add_option("--sha256", arguments->sha256, "what the file's SHA-256 has to be")->type_name("HEX");
   const std::string network = "Network";
   add_integer(*app, "--connections", arguments->connections, 1, 16, "parts that are fetched at once (default 4)")->group(network);
-  add_real(*app, "--stall", arguments->stall_seconds, 1, 3600, "ask again after X seconds without a byte (default 30)")->group(network);
+  add_real(*app, "--stall", arguments->stall_seconds, 0.1, 3600, "ask again after X seconds without a byte (default 30)")->group(network);
   add_integer(*app, "--retries", arguments->retries, 0, 1000, "give up after N failures in a row without a new byte (default 5)")->group(network);
   add_real(*app, "--retry-delay", arguments->retry_seconds, 0, 60, "seconds before asking again, then twice as long each time (default 1)")->group(network);
   app->footer(

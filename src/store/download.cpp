@@ -113,7 +113,7 @@ std::optional<std::string> Downloader::fetch_text(const std::string& address, si
     std::string text;
     HttpRequest request;
     request.url = url;
-    if (!options_.token.empty() && origin_of(url) == options_.token_origin) request.token = options_.token;
+    if (!options_.token.empty() && origin_of(url) == options_.hub_origin) request.token = options_.token;
     const bool has_token = !request.token.empty();
     request.on_head = [&](const HttpHead& head) {
       if (head.status != 200) return false;   // the head tells all
@@ -237,7 +237,7 @@ class Downloader::FileFetch {
     worker.round = patience_.round();
     HttpRequest request;
     request.url = worker.url;
-    if (!options_.token.empty() && origin_of(worker.url) == options_.token_origin) request.token = options_.token;
+    if (!options_.token.empty() && origin_of(worker.url) == options_.hub_origin) request.token = options_.token;
     worker.has_token = !request.token.empty();
     if (!wants_whole_) request.range = worker.range;
     // A server that has another version then sends all of it.
@@ -288,6 +288,7 @@ class Downloader::FileFetch {
         fail(ErrorCode::kUnsupported, fmt::format("{}: sends ranges of a file and not how long it is", shown_url(worker.url)));
       worker.range.end = std::min(head.range->end, *partial_.size());
       worker.takes_body = gives_ranges_ = true;
+      if (worker.n_redirects > 0) last_url_ = worker.url;
     } else if (head.status == 200) {
       // The whole file, from its start; no other transfer makes sense beside it.
       if (!is_same_file(worker, head, head.length)) return change();
@@ -318,7 +319,7 @@ class Downloader::FileFetch {
 
   // What a hub says of a file when it redirects to the place where it lies.
   void check_links(const Worker& worker, const HttpHead& head) const {
-    if (options_.token_origin.empty() || origin_of(worker.url) != options_.token_origin) return;
+    if (options_.hub_origin.empty() || origin_of(worker.url) != options_.hub_origin) return;
     if (file_.bytes && head.linked_size && *head.linked_size != *file_.bytes) fail_size(worker, *head.linked_size);
     if (!file_.sha256.empty() && is_sha256(head.linked_digest) && head.linked_digest != file_.sha256)
       fail(ErrorCode::kBadInput, fmt::format("{}: the hub lists SHA-256 {} and now gives {}; run again to take the newer file",
@@ -351,6 +352,7 @@ class Downloader::FileFetch {
     if (is_other_version_ || (whole_id_ != 0 && whole_id_ != id)) return false;
     const int64_t room = worker.range.end - worker.position;
     if (static_cast<int64_t>(bytes.size()) > room) {
+      if (worker.is_whole) partial_.restart(file_.bytes, "");   // what such a server sent is nothing to go on with
       if (worker.is_whole)
         fail(ErrorCode::kBadInput, fmt::format("{}: sends more than the {} bytes that the file has", shown_url(worker.url), worker.range.end));
       bytes = bytes.first(static_cast<size_t>(room));
@@ -376,7 +378,6 @@ class Downloader::FileFetch {
       fail(ErrorCode::kIo, fmt::format("{}: {}", shown_url(worker.url), result.reason));
     const HttpHead& head = result.head;
     if (worker.takes_body) {
-      if (worker.n_redirects > 0) last_url_ = worker.url;
       if (result.end == HttpEnd::kDone && !partial_.size()) {
         partial_.set_size(worker.position);   // whole, and its end is the only thing that told its size
       } else if (result.end != HttpEnd::kDone) {

@@ -31,7 +31,7 @@ struct DownloadOptions {
   double retry_seconds = 1;          // before the first one; then twice as long each time, at most a minute
   double stall_seconds = 30;
   std::string token;                 // empty: none
-  std::string token_origin;          // origin_of() the server that it is for
+  std::string hub_origin;            // origin_of() the server that it is for, and whose X-Linked-… fields are believed
   std::function<bool()> cancelled;   // asked several times a second
   std::function<void(int64_t have_bytes, std::optional<int64_t> all_bytes)> on_progress;
   std::function<void(const std::string&)> on_note;   // a line for the user: waits, goes on

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
-#include <cmath>
+#include <chrono>
 #include <ctime>
 #include <exception>
 #include <mutex>
@@ -75,7 +75,6 @@ void read_field(std::string_view line, HttpHead& head) {
   if (name == "retry-after") head.retry_after_seconds = read_retry_after(value);
   if (name == "x-linked-size") head.linked_size = whole_number(value);
   if (name == "x-error-message") head.error_message = value;
-  if (name == "x-error-code") head.error_code = value;
   if (name == "x-linked-etag") {
     std::string_view digest = value;
     if (digest.size() >= 2 && digest.front() == '"' && digest.back() == '"') digest = digest.substr(1, digest.size() - 2);
@@ -135,6 +134,7 @@ struct HttpClient::Transfer {
   HttpHead head;
   size_t head_bytes = 0;
   bool has_head = false, is_stopped = false;
+  double idle_seconds = 0;   // spent waiting since the last byte
   std::exception_ptr thrown;
 
   ~Transfer() {
@@ -156,6 +156,7 @@ struct HttpClient::Transfer {
 
   static size_t take_head(char* data, size_t, size_t size, void* self_pointer) {
     auto& self = *static_cast<Transfer*>(self_pointer);
+    self.idle_seconds = 0;
     self.head_bytes += size;
     if (self.head_bytes > kMaxHeadBytes) return 0;
     if (self.has_head) return size;   // fields behind the body
@@ -176,6 +177,7 @@ struct HttpClient::Transfer {
 
   static size_t take_body(char* data, size_t, size_t size, void* self_pointer) {
     auto& self = *static_cast<Transfer*>(self_pointer);
+    self.idle_seconds = 0;
     if (!self.request.on_body) return size;
     const auto bytes = std::as_bytes(std::span(data, size));
     return self.guarded([&] { return self.request.on_body(bytes); }) ? size : 0;
@@ -213,8 +215,6 @@ int HttpClient::start(HttpRequest request) {
   set(CURLOPT_ERRORBUFFER, transfer->words);
   set(CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
   set(CURLOPT_CONNECTTIMEOUT_MS, static_cast<long>(stall_seconds_ * 1000));
-  set(CURLOPT_LOW_SPEED_LIMIT, 1L);
-  set(CURLOPT_LOW_SPEED_TIME, std::max(1L, std::lround(std::ceil(stall_seconds_))));
   set(CURLOPT_HEADERFUNCTION, &Transfer::take_head);
   set(CURLOPT_HEADERDATA, transfer.get());
   set(CURLOPT_WRITEFUNCTION, &Transfer::take_body);
@@ -271,13 +271,31 @@ std::vector<HttpResult> HttpClient::run(double seconds) {
       if (transfer.has_head) result.head = std::move(transfer.head);
       if (result.end != HttpEnd::kDone && result.end != HttpEnd::kStopped)
         result.reason = transfer.words[0] != '\0' ? transfer.words : curl_easy_strerror(code);
-      if (code == CURLE_OPERATION_TIMEDOUT) result.reason = fmt::format("nothing came for {:g} s", stall_seconds_);
       stop(transfer.id);
       results.push_back(std::move(result));
     }
+    end_stalled(results);
     if (!results.empty() || round > 0) return results;
+    // Only the time spent here counts as idle: what we ourselves do with the bytes may take long, on a slow disk.
+    const auto start = std::chrono::steady_clock::now();
     curl_multi_poll(multi_.get(), nullptr, 0, static_cast<int>(std::max(0.0, seconds) * 1000), nullptr);
+    const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    for (auto& [id, transfer] : transfers_) transfer->idle_seconds += waited;
     curl_multi_perform(multi_.get(), &n_running);
+  }
+}
+
+void HttpClient::end_stalled(std::vector<HttpResult>& results) {
+  std::vector<int> stalled;
+  for (const auto& [id, transfer] : transfers_)
+    if (transfer->idle_seconds >= stall_seconds_) stalled.push_back(id);
+  for (const int id : stalled) {
+    stop(id);
+    HttpResult result;
+    result.id = id;
+    result.end = HttpEnd::kBroken;
+    result.reason = fmt::format("nothing came for {:g} s", stall_seconds_);
+    results.push_back(std::move(result));
   }
 }
 

@@ -30,7 +30,6 @@ struct HttpHead {
   std::string linked_digest;              // what a hub says of a file behind a redirect: X-Linked-ETag without quotes
   std::optional<int64_t> linked_size;     //   X-Linked-Size
   std::string error_message;              // X-Error-Message
-  std::string error_code;                 // X-Error-Code
 };
 
 struct HttpRequest {
@@ -80,6 +79,8 @@ class HttpClient {
   };
   double stall_seconds_;
   std::unique_ptr<void, FreeMulti> multi_;
+  void end_stalled(std::vector<HttpResult>& results);
+
   std::map<int, std::unique_ptr<Transfer>> transfers_;   // by id
   int next_id_ = 1;
 };

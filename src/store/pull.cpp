@@ -30,7 +30,7 @@ class Pull {
  public:
   Pull(Store& store, const ModelSource& source, PullOptions options)
       : store_(store), source_(source), options_(std::move(options)), downloader_(options_.download) {
-    if (!options_.download.token.empty()) options_.download.token_origin = origin_of(options_.hub);
+    options_.download.hub_origin = origin_of(options_.hub);
     options_.download.on_note = options_.on_note;
     options_.download.on_progress = [this](int64_t have, std::optional<int64_t> all) { show_fetching(have, all); };
   }
@@ -53,16 +53,18 @@ class Pull {
     std::optional<OpenFile> claim;
     if (!wait_for([&] { return (claim = store_.claim(model_.name)).has_value(); }, model_.name)) return result;
     use_earlier();
-    store_.plan(model_);
     check_space();
-    if (options_.on_plan) options_.on_plan(model_, others_);
-    result.was_there = true;
-    for (size_t i = 0; i < model_.files.size(); ++i) {
-      if (!store_.has_blob(model_.files[i])) {
-        result.was_there = false;
-        if (!fetch(i)) return result;
-      }
-      done_bytes_ += std::max<int64_t>(model_.files[i].bytes, 0);
+    store_.plan(model_);
+    bool is_all = false;
+    try {
+      is_all = fetch_all(result.was_there);
+    } catch (...) {
+      if (!has_anything()) store_.abandon(model_);
+      throw;
+    }
+    if (!is_all) {
+      if (!has_anything()) store_.abandon(model_);
+      return result;
     }
     result.is_verified = std::all_of(remote_.begin(), remote_.end(), [](const RemoteFile& file) { return file.is_checked; });
     try {
@@ -100,7 +102,8 @@ class Pull {
     const Selection selection = select_files(source_, listing, shards);
     others_ = selection.others;
     model_.source = fmt::format("hf:{}", source_.repository_path());
-    model_.name = source_.repository_path() + (selection.is_folder ? "" : ":" + name_like(selection.tag));
+    model_.name = source_.repository_path();
+    if (!selection.is_folder) model_.name += fmt::format(":{}", name_like(selection.tag));
     model_.is_folder = selection.is_folder;
     for (const HubFile& file : selection.files) {
       StoredFile stored{last_part(file.path), file.bytes, file.sha256, file.git_sha1, {}};
@@ -167,6 +170,27 @@ class Pull {
                                        model_.name, static_cast<double>(free) / 1e9));
   }
 
+  // False: cancelled.
+  bool fetch_all(bool& was_there) {
+    if (options_.on_plan) options_.on_plan(model_, others_);
+    was_there = true;
+    for (size_t i = 0; i < model_.files.size(); ++i) {
+      if (!store_.has_blob(model_.files[i])) {
+        was_there = false;
+        if (!fetch(i)) return false;
+      }
+      done_bytes_ += std::max<int64_t>(model_.files[i].bytes, 0);
+    }
+    return true;
+  }
+
+  // Is there something that the next run can go on with?
+  bool has_anything() const {
+    return std::any_of(model_.files.begin(), model_.files.end(), [&](const StoredFile& file) {
+      return store_.has_blob(file) || PartialFile::saved_bytes(store_.partial_folder(), file.partial_key) > 0;
+    });
+  }
+
   template <class Try>
   bool wait_for(const Try& is_ours, const std::string& what) {
     for (bool first = true; !is_ours(); first = false) {
@@ -210,7 +234,7 @@ class Pull {
   static void compare(PartialFile& partial, const StoredFile& file, const std::string& expected, const std::string& got, std::string_view kind) {
     if (expected.empty() || expected == got) return;
     partial.discard();
-    fail(ErrorCode::kBadInput, fmt::format("{}: came with the {} {}, expected {}: it was damaged on the way or is another file; it was thrown away", file.name,
+    fail(ErrorCode::kBadInput, fmt::format("{}: came with the {} {}, expected {}: it was damaged on the way or is another file; it was thrown away, and the same command fetches it anew", file.name,
                                            kind, got, expected));
   }
 

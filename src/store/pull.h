@@ -25,7 +25,7 @@ struct PullProgress {
 };
 
 struct PullOptions {
-  DownloadOptions download;               // token_origin, on_progress and on_note are set here
+  DownloadOptions download;               // hub_origin, on_progress and on_note are set here
   std::string hub = kDefaultHub;          // HF_ENDPOINT
   std::string name;                       // empty: made from the source
   std::string sha256;                     // of the one file, when the user knows it

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <map>
 
 namespace beryl {
@@ -45,7 +46,7 @@ class RangeSet {
     return sum;
   }
   bool covers(int64_t size) const {
-    return size == 0 || (ends_.size() == 1 && ends_.begin()->first == 0 && ends_.begin()->second >= size);
+    return size == 0 || (!ends_.empty() && ends_.begin()->first == 0 && ends_.begin()->second >= size);
   }
   void clear() { ends_.clear(); }
   const std::map<int64_t, int64_t>& ends() const { return ends_; }   // begin -> end
