@@ -227,6 +227,20 @@ class ModelTest(PullCase):
         self.assertEqual(self.file_of("a/m:Q4_0"), second)
         self.assertEqual(self.blobs(), [sha256(second)])
 
+    def test_a_pull_repairs_what_is_damaged(self):
+        data = make_gguf()
+        self.add_gguf(data)
+        self.pull("hf:a/m")
+        blob = self.store / "blobs" / sha256(data)
+        blob.chmod(0o644)
+        blob.write_bytes(data[:-1] + b"x")
+        result = self.beryl("pull", "hf:a/m")
+        self.assertIn(b"damaged in the store", result.stderr)
+        self.assertEqual(self.file_of("a/m:Q4_0"), data)
+        blob.unlink()                                   # or gone
+        self.pull("hf:a/m")
+        self.assertEqual(self.file_of("a/m:Q4_0"), data)
+
     def test_a_name_belongs_to_one_source(self):
         self.add_gguf(make_gguf())
         self.add_gguf(make_gguf(), name="b/m")
@@ -291,10 +305,12 @@ class NameTest(PullCase):
 
     def test_the_store_lies_where_it_is_told(self):
         for variables, place in (({"XDG_DATA_HOME": self.folder / "xdg"}, "xdg/beryl"),
+                                 ({"BERYL_STORE": "here"}, "here"),
                                  ({"XDG_DATA_HOME": "relative", "HOME": self.folder / "home"}, "home/.local/share/beryl")):
             environment = {key: value for key, value in self.beryl.environment.items() if key != "BERYL_STORE"}
             self.beryl.environment = environment | {key: str(value) for key, value in variables.items()}
-            self.pull("hf:one/llama")
+            self.pull("hf:one/llama", cwd=self.folder)
+            self.assertEqual(self.beryl("inspect", "llama", cwd=self.folder).stdout, self.beryl("inspect", "llama:Q4_0", cwd=self.folder).stdout)
             self.assertTrue((self.folder / place / "models").exists())
 
 
@@ -561,6 +577,7 @@ class LieTest(PullCase):
         for body in (b"", b"<html>", b"{}", b"[]", b'{"siblings": 5}', b'{"siblings": [{}]}', b'{"siblings": [{"rfilename": 1}]}',
                      b'{"siblings": [{"rfilename": "a-Q4_0.gguf", "lfs": {"sha256": "..", "size": 1}}]}',
                      b'{"siblings": [{"rfilename": "a-Q4_0.gguf", "size": -1}]}', b'{"siblings": [{"rfilename": "a-Q4_0.gguf", "size": 1e30}]}',
+                     b'{"siblings": [{"rfilename": "a-Q4_0.gguf", "size": 1}, {"rfilename": "a-Q4_0.gguf", "size": 1}]}',
                      b"[" * 100_000, b'{"siblings": [{"rfilename": "\xff", "size": 1}]}'):
             with self.subTest(body=body[:80]):
                 self.hub.always = {"/revision/main": lambda handler, request: send_status(handler, 200, [], body)}
@@ -656,6 +673,17 @@ class AddressTest(PullCase):
         self.assertEqual(self.file_of("m"), self.data)
         self.assertIsNone(self.content.requests[-1].begin)      # whole: ranges could be of two versions
         self.pull(self.url, "--sha256", sha256(self.data), "--name", "again")
+
+    def test_servers_of_addresses_that_lie(self):
+        send = lambda handler, request: send_status(handler, 206, [("Content-Range", "bytes 0-9/100")], self.data[:10])
+        self.content.always["/m.gguf"] = send
+        self.fails(self.url, "all of it was asked for")
+        self.content.always["/m.gguf"] = functools.partial(send_file, data=self.data, total=1 << 60, headers=[("ETag", '"1"')])
+        self.fails(self.url, "GB are needed")
+        for status in (401, 403):
+            self.content.always["/m.gguf"] = lambda handler, request: send_status(handler, status)
+            self.fails(self.url, "HF_TOKEN is for the hub alone")
+        self.assertEqual((self.partial(), self.listed()), ([], []))
 
     def test_secrets_of_an_address_are_not_shown(self):
         url = self.url.replace("//", "//user:hunter2@") + "?key=hunter3"

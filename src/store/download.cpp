@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "store/files.h"
 #include "weights/quote.h"
 
 namespace beryl {
@@ -33,8 +34,10 @@ bool may_be_tried_again(int status) { return status == 408 || status == 425 || s
 [[noreturn]] void fail(ErrorCode code, const std::string& message) { throw Error(code, message); }
 
 // A status that trying again does not change.
-[[noreturn]] void refuse_status(const std::string& url, const HttpHead& head, bool has_token) {
+[[noreturn]] void refuse_status(const std::string& url, const HttpHead& head, bool is_hub, bool has_token) {
   std::string why;
+  if ((head.status == 401 || head.status == 403) && !is_hub)
+    fail(ErrorCode::kIo, fmt::format("{} answers {}: it is not for everyone, and HF_TOKEN is for the hub alone", shown_url(url), head.status));
   switch (head.status) {
     case 401:
       why = has_token ? "it does not accept the token in HF_TOKEN, or there is no such repository"
@@ -148,7 +151,7 @@ std::optional<std::string> Downloader::fetch_text(const std::string& address, si
     } else if (may_be_tried_again(result.head.status)) {
       patience.failed(patience.round(), url, status_reason(result.head), result.head.retry_after_seconds);
     } else if (result.head.status != 200) {
-      refuse_status(url, result.head, has_token);
+      refuse_status(url, result.head, origin_of(url) == options_.hub_origin, has_token);
     } else {
       return text;
     }
@@ -264,6 +267,14 @@ class Downloader::FileFetch {
     return head.validator == partial_.validator();
   }
 
+  // Of a file whose size only its server knows. (What a hub lists is looked at before.)
+  void check_space() const {
+    if (file_.bytes || !partial_.size()) return;
+    const int64_t needed = *partial_.size() - partial_.have().bytes();
+    if (const int64_t free = free_bytes(partial_.path()); needed > free)
+      fail(ErrorCode::kIo, fmt::format("{}: {:.2f} GB are needed, {:.2f} GB are free", partial_.path(), static_cast<double>(needed) / 1e9, static_cast<double>(free) / 1e9));
+  }
+
   // Nothing depends on an earlier answer.
   bool is_first() const { return partial_.have().bytes() == 0 && workers_.size() == 1; }
 
@@ -278,6 +289,7 @@ class Downloader::FileFetch {
       if (!is_same_file(worker, head, head.total)) return change();
       const bool is_all = head.range->begin == 0 && head.total && head.range->end == *head.total;
       if (!file_.is_checked && head.validator.empty() && !is_all) {
+        if (wants_whole_) fail(ErrorCode::kUnsupported, fmt::format("{}: sends a part of the file though all of it was asked for", shown_url(worker.url)));
         // Ranges that cannot be told to be of one version are not joined.
         wants_whole_ = true;
         return false;
@@ -286,6 +298,7 @@ class Downloader::FileFetch {
       if (!partial_.size() && head.total) partial_.set_size(*head.total);
       if (!partial_.size())
         fail(ErrorCode::kUnsupported, fmt::format("{}: sends ranges of a file and not how long it is", shown_url(worker.url)));
+      check_space();
       worker.range.end = std::min(head.range->end, *partial_.size());
       worker.takes_body = gives_ranges_ = true;
       if (worker.n_redirects > 0) last_url_ = worker.url;
@@ -295,6 +308,7 @@ class Downloader::FileFetch {
       whole_id_ = id;
       gives_ranges_ = false;
       partial_.restart(file_.bytes ? file_.bytes : head.length, head.validator);
+      check_space();
       worker.is_whole = worker.takes_body = true;
       worker.position = 0;
       worker.range = {0, partial_.size().value_or(INT64_MAX)};
@@ -402,7 +416,9 @@ class Downloader::FileFetch {
       if (file_.bytes) fail_size(worker, *head.total);
       is_other_version_ = true;
     } else {
-      refuse_status(worker.url, head, worker.has_token);
+      // Where the hub sends us to is its own business.
+      const bool is_hub = file_.bytes.has_value() || origin_of(worker.url) == options_.hub_origin;
+      refuse_status(worker.url, head, is_hub, worker.has_token);
     }
   }
 

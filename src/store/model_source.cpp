@@ -248,9 +248,21 @@ ModelSource parse_source(const std::string& text, const std::string& hub) {
   return source;
 }
 
+namespace {
+
+// nlohmann turns any number into an integer, far too large ones by undefined behaviour.
+int64_t size_in(const nlohmann::json& entry) {
+  const auto& size = entry.at("size");
+  if (!size.is_number_integer()) throw nlohmann::json::type_error::create(302, "a size is no whole number", &entry);
+  return size.get<int64_t>();
+}
+
+}  // namespace
+
 HubListing parse_listing(const std::string& name, std::string_view text) {
   const auto root = parse_json<nlohmann::json>(name, text);
   HubListing listing;
+  std::set<std::string> paths;
   try {
     if (const auto commit = root.find("sha"); commit != root.end() && commit->is_string() && is_hex(commit->get_ref<const std::string&>(), 40))
       listing.commit = commit->get<std::string>();
@@ -261,16 +273,17 @@ HubListing parse_listing(const std::string& name, std::string_view text) {
       const auto lfs = entry.find("lfs");
       if (lfs != entry.end() && lfs->is_object()) {
         file.sha256 = lfs->at("sha256").get<std::string>();
-        file.bytes = lfs->at("size").get<int64_t>();
+        file.bytes = size_in(*lfs);
         if (!is_hex(file.sha256, 64)) bad(fmt::format("{}: the SHA-256 of {} is {}", name, quote(file.path), quote(file.sha256)));
         std::transform(file.sha256.begin(), file.sha256.end(), file.sha256.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
       } else {
-        file.bytes = entry.at("size").get<int64_t>();
+        file.bytes = size_in(entry);
         const auto blob = entry.find("blobId");
         if (blob != entry.end() && blob->is_string() && is_hex(blob->get_ref<const std::string&>(), 40)) file.git_sha1 = blob->get<std::string>();
       }
       if (file.bytes < 0 || file.bytes > kMaxFileBytes)
         bad(fmt::format("{}: {} has {} bytes", name, quote(file.path), file.bytes));
+      if (!paths.insert(file.path).second) bad(fmt::format("{}: lists {} twice", name, quote(file.path)));
       listing.files.push_back(std::move(file));
     }
   } catch (const nlohmann::json::exception& exception) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <span>
 
 #include <fmt/format.h>
 
@@ -175,12 +176,23 @@ class Pull {
     if (options_.on_plan) options_.on_plan(model_, others_);
     was_there = true;
     for (size_t i = 0; i < model_.files.size(); ++i) {
+      if (store_.has_blob(model_.files[i]) && !check_blob(model_.files[i])) return false;
       if (!store_.has_blob(model_.files[i])) {
         was_there = false;
         if (!fetch(i)) return false;
       }
       done_bytes_ += std::max<int64_t>(model_.files[i].bytes, 0);
     }
+    return true;
+  }
+
+  // What has been there for a while is compared again, so that a pull repairs what a disk has damaged. False: cancelled.
+  bool check_blob(const StoredFile& file) {
+    std::array<Digest, 1> digests = {Digest::sha256()};
+    if (!add_digests(store_.open_blob(file).get(), file, file.bytes, digests)) return false;
+    if (digests[0].hex() == file.sha256) return true;
+    if (options_.on_note) options_.on_note(fmt::format("{} is damaged in the store; it is fetched anew", file.name));
+    store_.remove_blob(file);
     return true;
   }
 
@@ -217,11 +229,7 @@ class Pull {
     partial->save();
 
     std::array<Digest, 2> digests = {Digest::sha256(), Digest::git_blob(*partial->size())};
-    const bool is_read = add_file(partial->fd(), partial->path(), digests, [&](int64_t done) {
-      if (options_.on_progress) options_.on_progress({PullStage::kChecking, file.name, done, partial->size()});
-      return !options_.download.cancelled || !options_.download.cancelled();
-    });
-    if (!is_read) return false;
+    if (!add_digests(partial->fd(), file, *partial->size(), digests)) return false;
     const std::string sha256 = digests[0].hex();
     compare(*partial, file, file.sha256, sha256, "SHA-256");
     if (file.sha256.empty()) compare(*partial, file, file.git_sha1, digests[1].hex(), "git digest");
@@ -229,6 +237,14 @@ class Pull {
     file.sha256 = sha256;
     store_.add_blob(model_, *partial, file);
     return true;
+  }
+
+  // False: cancelled.
+  bool add_digests(int fd, const StoredFile& file, int64_t bytes, std::span<Digest> digests) {
+    return add_file(fd, file.name, digests, [&](int64_t done) {
+      if (options_.on_progress) options_.on_progress({PullStage::kChecking, file.name, done, bytes});
+      return !options_.download.cancelled || !options_.download.cancelled();
+    });
   }
 
   static void compare(PartialFile& partial, const StoredFile& file, const std::string& expected, const std::string& got, std::string_view kind) {

@@ -345,6 +345,14 @@ bool Store::has_blob(const StoredFile& file) const {
          (file.bytes < 0 || status.st_size == file.bytes);
 }
 
+OpenFile Store::open_blob(const StoredFile& file) const {
+  OpenFile blob(::open(blob_path(file.sha256).c_str(), O_RDONLY | O_CLOEXEC));
+  if (blob.get() < 0) fail_io(blob_path(file.sha256), "cannot open", errno);
+  return blob;
+}
+
+void Store::remove_blob(const StoredFile& file) { ::unlink(blob_path(file.sha256).c_str()); }
+
 void Store::add_blob(const StoredModel& model, PartialFile& partial, const StoredFile& file) {
   const OpenFile locked = lock();
   write_small_file(incomplete_path(model.name, ".json"), to_json(model));   // before there is a blob that nobody means

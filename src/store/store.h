@@ -83,6 +83,9 @@ class Store {
   void plan(const StoredModel& model);                 // from now on its blobs and partial files stay
   bool has_blob(const StoredFile& file) const;
   std::string partial_folder() const { return folder_ + "/partial"; }
+  // Opens the blob to be read. Throws Error(kIo).
+  OpenFile open_blob(const StoredFile& file) const;
+  void remove_blob(const StoredFile& file);            // it is damaged
   // The partial file becomes the blob that files[index].sha256 says.
   void add_blob(const StoredModel& model, PartialFile& partial, const StoredFile& file);
   // All blobs are there: the name means them. check(path) is called with the model as it will be opened, and may throw.
