@@ -1,0 +1,303 @@
+#include "grammar/constraint.h"
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <variant>
+
+#include <fmt/format.h>
+
+#include "base/error.h"
+#include "grammar/json_schema.h"
+#include "grammar/regex_check.h"
+#include "grammar/tool_grammar.h"
+#include "weights/json_text.h"
+#include "weights/quote.h"
+
+#ifdef BERYL_HAS_XGRAMMAR
+#include <xgrammar/xgrammar.h>
+
+// The library's log, by its own hooks: what it calls fatal ends the operation, what it warns of is collected, since it is
+// about to do something else than it was told.
+namespace beryl {
+namespace {
+thread_local std::vector<std::string>* warnings_here = nullptr;
+}
+}  // namespace beryl
+namespace xgrammar {
+[[noreturn]] void LogFatalImpl(const std::string&, int, const std::string& message) { throw std::runtime_error(message); }
+void LogMessageImpl(const std::string&, int, int level, const std::string& message) {
+  constexpr int kWarning = 1;
+  if (level >= kWarning && beryl::warnings_here != nullptr) beryl::warnings_here->push_back(message);
+}
+}  // namespace xgrammar
+#endif
+
+namespace beryl {
+
+#ifdef BERYL_HAS_XGRAMMAR
+namespace {
+
+constexpr size_t kMaxTextBytes = 1 << 20;
+constexpr size_t kMaxRegexBytes = 16 << 10;
+constexpr size_t kKept = 16;             // compiled specs
+
+// The library's messages, as one printable line of ours.
+std::string reason_of(std::string_view message) {
+  // "Check failed: (…) is false: …" and positions in its own sources say nothing to a user.
+  if (const size_t at = message.find("is false: "); message.starts_with("Check failed") && at != message.npos) message.remove_prefix(at + 10);
+  const std::string quoted = quote(message, 300);
+  std::string text = quoted.substr(1, quoted.size() - 2);
+  for (size_t at; (at = text.find("\\x0a")) != text.npos;) text.replace(at, 4, " ");
+  return text;
+}
+
+[[noreturn]] void refuse(ErrorCode code, std::string_view name, std::string_view why) {
+  throw Error(code, fmt::format("{}: {}", name, why));
+}
+
+// call(), with what the library throws and warns of as Errors.
+template <class Call>
+auto translated(std::string_view name, const Call& call) {
+  std::vector<std::string> warnings;
+  std::vector<std::string>* const outer = std::exchange(warnings_here, &warnings);
+  struct Restore {
+    std::vector<std::string>* outer;
+    ~Restore() { warnings_here = outer; }
+  } restore{outer};
+  try {
+    auto result = call();
+    if (!warnings.empty()) refuse(ErrorCode::kUnsupported, name, fmt::format("cannot be expressed: {}", reason_of(warnings.front())));
+    return result;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    refuse(ErrorCode::kBadInput, name, reason_of(error.what()));
+  }
+}
+
+std::string_view name_of(ConstraintSpec::Kind kind) {
+  switch (kind) {
+    case ConstraintSpec::Kind::kJsonObject: return "JSON object";
+    case ConstraintSpec::Kind::kJsonSchema: return "JSON schema";
+    case ConstraintSpec::Kind::kRegex: return "regular expression";
+    case ConstraintSpec::Kind::kGrammar: return "grammar";
+    case ConstraintSpec::Kind::kGemma4ToolCalls:
+    case ConstraintSpec::Kind::kLlama3ToolCall: return "tools";
+  }
+  return {};
+}
+
+DLTensor tensor_of(std::span<uint32_t> mask, int64_t& words) {
+  words = static_cast<int64_t>(mask.size());
+  DLTensor tensor = {};
+  tensor.data = mask.data();
+  tensor.device = {kDLCPU, 0};
+  tensor.ndim = 1;
+  tensor.dtype = {kDLInt, 32, 1};
+  tensor.shape = &words;
+  return tensor;
+}
+
+}  // namespace
+
+struct CompiledConstraint::Data {
+  xgrammar::CompiledGrammar grammar;
+  std::vector<std::string> notes;
+};
+
+struct Constraint::State {
+  xgrammar::GrammarMatcher matcher;
+  size_t mask_words = 0;
+  int n_accepted = 0;
+};
+
+bool has_constraints() { return true; }
+
+Constraint::Constraint(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Constraint::Constraint(Constraint&&) noexcept = default;
+Constraint& Constraint::operator=(Constraint&&) noexcept = default;
+Constraint::~Constraint() = default;
+
+size_t Constraint::mask_words() const { return state_->mask_words; }
+int Constraint::n_accepted() const { return state_->n_accepted; }
+bool Constraint::is_complete() const { return state_->matcher.IsCompleted(); }
+bool Constraint::is_finished() const { return state_->matcher.IsTerminated(); }
+
+bool Constraint::fill_mask(std::span<uint32_t> mask) {
+  BERYL_CHECK(mask.size() == state_->mask_words, "a mask has mask_words() words");
+  std::fill(mask.begin(), mask.end(), 0u);
+  if (is_finished()) return false;
+  int64_t words = 0;
+  DLTensor tensor = tensor_of(mask, words);
+  state_->matcher.FillNextTokenBitmask(&tensor);
+  return std::any_of(mask.begin(), mask.end(), [](uint32_t word) { return word != 0; });
+}
+
+bool Constraint::accept(int32_t id) {
+  if (!state_->matcher.AcceptToken(id)) return false;
+  ++state_->n_accepted;
+  return true;
+}
+
+void Constraint::rollback(int n) {
+  BERYL_CHECK(n >= 0 && n <= state_->n_accepted, "only what was accepted can be taken back");
+  if (n > 0) state_->matcher.Rollback(n);
+  state_->n_accepted -= n;
+}
+
+Constraint Constraint::fork() const {
+  return Constraint(std::make_unique<State>(State{state_->matcher.Fork(), state_->mask_words, state_->n_accepted}));
+}
+
+CompiledConstraint::CompiledConstraint(std::unique_ptr<const Data> data) : data_(std::move(data)) {}
+CompiledConstraint::~CompiledConstraint() = default;
+const std::vector<std::string>& CompiledConstraint::notes() const { return data_->notes; }
+
+Constraint CompiledConstraint::start() const {
+  const int vocab = data_->grammar.GetTokenizerInfo().GetVocabSize();
+  return Constraint(std::make_unique<Constraint::State>(
+      Constraint::State{xgrammar::GrammarMatcher(data_->grammar), static_cast<size_t>((vocab + 31) / 32), 0}));
+}
+
+struct ConstraintCompiler::Impl {
+  Impl(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
+      : marks(find_tool_tokens(tokenizer)),
+        info(make_info(tokenizer, model_vocab, {})),
+        compiler(info, n_threads, /*cache_enabled=*/false) {
+    if (!marks.are_there()) return;
+    info_with_marks.emplace(make_info(tokenizer, model_vocab, marks));
+    compiler_with_marks.emplace(*info_with_marks, n_threads, /*cache_enabled=*/false);
+  }
+
+  // Control tokens are no text, so none is ever allowed but the stop ids and what `marks` names.
+  static xgrammar::TokenizerInfo make_info(const Tokenizer& tokenizer, int64_t model_vocab, const ToolTokens& marks) {
+    const int32_t n = static_cast<int32_t>(std::min<int64_t>(tokenizer.vocab_size(), model_vocab));
+    std::vector<std::string> texts(static_cast<size_t>(n));
+    for (int32_t id = 0; id < n; ++id)
+      if (!tokenizer.is_special(id)) texts[static_cast<size_t>(id)] = tokenizer.token_bytes(id);
+    for (const ToolTokens::Mark& mark : marks.marks)
+      if (mark.id >= 0 && mark.id < n) texts[static_cast<size_t>(mark.id)] = mark.text;
+    std::vector<int32_t> stops;
+    for (const int32_t id : tokenizer.stop_ids())
+      if (id < n) stops.push_back(id);
+    return xgrammar::TokenizerInfo(texts, xgrammar::VocabType::RAW, static_cast<int>(model_vocab), stops);
+  }
+
+  xgrammar::Grammar grammar_of(const ConstraintSpec& spec, std::vector<std::string>& notes) const {
+    const std::string_view name = name_of(spec.kind);
+    const size_t most = spec.kind == ConstraintSpec::Kind::kRegex ? kMaxRegexBytes : kMaxTextBytes;
+    if (spec.text.size() > most) refuse(ErrorCode::kBadInput, name, fmt::format("has {} bytes, at most {} are allowed", spec.text.size(), most));
+    if (!is_utf8(spec.text)) refuse(ErrorCode::kBadInput, name, "is not UTF-8");
+    const auto from_schema = [&](const nlohmann::ordered_json& schema) {
+      const std::string text = checked_schema(std::string(name), schema, notes).dump();
+      return translated(name, [&] {
+        return xgrammar::Grammar::FromJSONSchema(text, /*any_whitespace=*/true, std::nullopt, std::nullopt, /*strict_mode=*/false, kMaxBlanks);
+      });
+    };
+    switch (spec.kind) {
+      case ConstraintSpec::Kind::kJsonObject: return from_schema({{"type", "object"}});
+      case ConstraintSpec::Kind::kJsonSchema: return from_schema(parse_json<nlohmann::ordered_json>(std::string(name), spec.text));
+      case ConstraintSpec::Kind::kRegex:
+        check_regex(std::string(name), spec.text);
+        return translated(name, [&] { return xgrammar::Grammar::FromRegex(spec.text); });
+      case ConstraintSpec::Kind::kGrammar:
+        check_nesting(std::string(name), spec.text);
+        return translated(name, [&] { return xgrammar::Grammar::FromEBNF(spec.text); });
+      case ConstraintSpec::Kind::kLlama3ToolCall: return from_schema(llama3_call_schema(std::string(name), spec.text));
+      case ConstraintSpec::Kind::kGemma4ToolCalls: {
+        if (!marks.are_there()) refuse(ErrorCode::kUnsupported, name, "the vocabulary lacks the marks of Gemma 4's calls (<|tool_call>)");
+        const std::string tag = gemma4_calls_tag(std::string(name), spec.text, notes).dump();
+        return translated(name, [&] {
+          auto made = xgrammar::Grammar::FromStructuralTag(tag, *info_with_marks);
+          if (auto* error = std::get_if<xgrammar::StructuralTagError>(&made))
+            throw std::runtime_error(std::visit([](const auto& one) { return std::string(one.what()); }, *error));
+          return xgrammar::Grammar::FromEBNF(with_mark_tokens(std::get<xgrammar::Grammar>(made).ToString(), marks));
+        });
+      }
+    }
+    BERYL_CHECK(false, "a kind of constraint");
+  }
+
+  static constexpr int kMaxBlanks = 16;   // in a row: a model that likes blanks comes to an end
+
+  ToolTokens marks;
+  xgrammar::TokenizerInfo info;
+  xgrammar::GrammarCompiler compiler;
+  std::optional<xgrammar::TokenizerInfo> info_with_marks;        // where there are any
+  std::optional<xgrammar::GrammarCompiler> compiler_with_marks;
+  std::mutex mutex;                       // of what is kept
+  std::deque<std::pair<ConstraintSpec, std::shared_ptr<const CompiledConstraint>>> kept;
+};
+
+ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
+    : impl_(std::make_unique<Impl>(tokenizer, model_vocab, std::max(n_threads, 1))) {}
+ConstraintCompiler::~ConstraintCompiler() = default;
+
+std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec& spec) {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    for (const auto& [key, compiled] : impl_->kept)
+      if (key.kind == spec.kind && key.text == spec.text) return compiled;
+  }
+  const std::string_view name = name_of(spec.kind);
+  std::vector<std::string> notes;
+  const xgrammar::Grammar grammar = impl_->grammar_of(spec, notes);
+  const bool has_marks = spec.kind == ConstraintSpec::Kind::kGemma4ToolCalls;
+  xgrammar::GrammarCompiler& compiler = has_marks ? *impl_->compiler_with_marks : impl_->compiler;
+  auto data = std::make_unique<const CompiledConstraint::Data>(
+      CompiledConstraint::Data{translated(name, [&] { return compiler.CompileGrammar(grammar); }), std::move(notes)});
+  auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
+  std::vector<uint32_t> mask;
+  Constraint first = compiled->start();
+  mask.resize(first.mask_words());
+  if (!first.fill_mask(mask)) refuse(ErrorCode::kBadInput, name, "nothing satisfies it that this model's tokens can write");
+  const std::lock_guard lock(impl_->mutex);
+  impl_->kept.emplace_front(spec, compiled);
+  if (impl_->kept.size() > kKept) impl_->kept.pop_back();
+  return compiled;
+}
+
+#else   // a build without the library
+
+namespace {
+[[noreturn]] void refuse() {
+  throw Error(ErrorCode::kUnsupported, "this build has no structured output: xgrammar's sources could not be had when it was configured");
+}
+}  // namespace
+
+struct CompiledConstraint::Data {
+  std::vector<std::string> notes;
+};
+struct Constraint::State {};
+struct ConstraintCompiler::Impl {};
+
+bool has_constraints() { return false; }
+Constraint::Constraint(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Constraint::Constraint(Constraint&&) noexcept = default;
+Constraint& Constraint::operator=(Constraint&&) noexcept = default;
+Constraint::~Constraint() = default;
+bool Constraint::fill_mask(std::span<uint32_t>) { refuse(); }
+size_t Constraint::mask_words() const { refuse(); }
+bool Constraint::accept(int32_t) { refuse(); }
+void Constraint::rollback(int) { refuse(); }
+int Constraint::n_accepted() const { refuse(); }
+Constraint Constraint::fork() const { refuse(); }
+bool Constraint::is_complete() const { refuse(); }
+bool Constraint::is_finished() const { refuse(); }
+CompiledConstraint::CompiledConstraint(std::unique_ptr<const Data> data) : data_(std::move(data)) {}
+CompiledConstraint::~CompiledConstraint() = default;
+Constraint CompiledConstraint::start() const { refuse(); }
+const std::vector<std::string>& CompiledConstraint::notes() const { return data_->notes; }
+ConstraintCompiler::ConstraintCompiler(const Tokenizer&, int64_t, int) { refuse(); }
+ConstraintCompiler::~ConstraintCompiler() = default;
+std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec&) { refuse(); }
+
+#endif
+
+}  // namespace beryl
