@@ -106,15 +106,27 @@ DLTensor tensor_of(std::span<uint32_t> mask, int64_t& words) {
 
 }  // namespace
 
+// The library takes ED A0…BF for characters (U+D800 and on, halves of pairs), which UTF-8 does not. So behind a token that
+// ends with ED none that begins with A0…BF may come; one that has both within it never does (make_info).
+struct SplitCharacters {
+  std::vector<bool> ends_with_ed;            // by id
+  std::vector<uint32_t> begins_with_half;    // a mask of ids
+  static constexpr char kLead = '\xed';
+  static bool is_half(char c) { return static_cast<unsigned char>(c) >= 0xa0 && static_cast<unsigned char>(c) <= 0xbf; }
+};
+
 struct CompiledConstraint::Data {
   xgrammar::CompiledGrammar grammar;
+  std::shared_ptr<const SplitCharacters> split;
   std::vector<std::string> notes;
 };
 
 struct Constraint::State {
   xgrammar::GrammarMatcher matcher;
-  size_t mask_words = 0;
-  int n_accepted = 0;
+  std::shared_ptr<const SplitCharacters> split;
+  size_t vocab = 0;
+  std::vector<bool> ends_with_ed;            // of the accepted ids
+  bool is_split() const { return !ends_with_ed.empty() && ends_with_ed.back(); }
 };
 
 bool has_constraints() { return true; }
@@ -124,35 +136,41 @@ Constraint::Constraint(Constraint&&) noexcept = default;
 Constraint& Constraint::operator=(Constraint&&) noexcept = default;
 Constraint::~Constraint() = default;
 
-size_t Constraint::mask_words() const { return state_->mask_words; }
-int Constraint::n_accepted() const { return state_->n_accepted; }
+size_t Constraint::mask_words() const { return (state_->vocab + 31) / 32; }
+int Constraint::n_accepted() const { return static_cast<int>(state_->ends_with_ed.size()); }
 bool Constraint::is_complete() const { return state_->matcher.IsCompleted(); }
 bool Constraint::is_finished() const { return state_->matcher.IsTerminated(); }
 
 bool Constraint::fill_mask(std::span<uint32_t> mask) {
-  BERYL_CHECK(mask.size() == state_->mask_words, "a mask has mask_words() words");
+  BERYL_CHECK(mask.size() == mask_words(), "a mask has mask_words() words");
   std::fill(mask.begin(), mask.end(), 0u);
   if (is_finished()) return false;
   int64_t words = 0;
   DLTensor tensor = tensor_of(mask, words);
   state_->matcher.FillNextTokenBitmask(&tensor);
+  if (const size_t n = state_->vocab % 32; n != 0) mask.back() &= (1u << n) - 1;   // the library leaves bits behind the last id
+  if (state_->is_split())
+    for (size_t i = 0; i < mask.size(); ++i) mask[i] &= ~state_->split->begins_with_half[i];
   return std::any_of(mask.begin(), mask.end(), [](uint32_t word) { return word != 0; });
 }
 
 bool Constraint::accept(int32_t id) {
+  if (id < 0 || static_cast<size_t>(id) >= state_->vocab || is_finished()) return false;
+  const auto index = static_cast<size_t>(id);
+  if (state_->is_split() && (state_->split->begins_with_half[index / 32] >> (index % 32) & 1u) != 0) return false;
   if (!state_->matcher.AcceptToken(id)) return false;
-  ++state_->n_accepted;
+  state_->ends_with_ed.push_back(state_->split->ends_with_ed[index]);
   return true;
 }
 
 void Constraint::rollback(int n) {
-  BERYL_CHECK(n >= 0 && n <= state_->n_accepted, "only what was accepted can be taken back");
+  BERYL_CHECK(n >= 0 && n <= n_accepted(), "only what was accepted can be taken back");
   if (n > 0) state_->matcher.Rollback(n);
-  state_->n_accepted -= n;
+  state_->ends_with_ed.resize(state_->ends_with_ed.size() - static_cast<size_t>(n));
 }
 
 Constraint Constraint::fork() const {
-  return Constraint(std::make_unique<State>(State{state_->matcher.Fork(), state_->mask_words, state_->n_accepted}));
+  return Constraint(std::make_unique<State>(State{state_->matcher.Fork(), state_->split, state_->vocab, state_->ends_with_ed}));
 }
 
 CompiledConstraint::CompiledConstraint(std::unique_ptr<const Data> data) : data_(std::move(data)) {}
@@ -160,14 +178,14 @@ CompiledConstraint::~CompiledConstraint() = default;
 const std::vector<std::string>& CompiledConstraint::notes() const { return data_->notes; }
 
 Constraint CompiledConstraint::start() const {
-  const int vocab = data_->grammar.GetTokenizerInfo().GetVocabSize();
-  return Constraint(std::make_unique<Constraint::State>(
-      Constraint::State{xgrammar::GrammarMatcher(data_->grammar), static_cast<size_t>((vocab + 31) / 32), 0}));
+  const auto vocab = static_cast<size_t>(data_->grammar.GetTokenizerInfo().GetVocabSize());
+  return Constraint(std::make_unique<Constraint::State>(Constraint::State{xgrammar::GrammarMatcher(data_->grammar), data_->split, vocab, {}}));
 }
 
 struct ConstraintCompiler::Impl {
   Impl(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
       : marks(find_tool_tokens(tokenizer)),
+        split(make_split(tokenizer, model_vocab)),
         info(make_info(tokenizer, model_vocab, {})),
         compiler(info, n_threads, /*cache_enabled=*/false) {
     if (!marks.are_there()) return;
@@ -181,12 +199,63 @@ struct ConstraintCompiler::Impl {
     std::vector<std::string> texts(static_cast<size_t>(n));
     for (int32_t id = 0; id < n; ++id)
       if (!tokenizer.is_special(id)) texts[static_cast<size_t>(id)] = tokenizer.token_bytes(id);
+    // A text, or the library takes it for no token at all; none that any text of a grammar could match.
     for (const ToolTokens::Mark& mark : marks.marks)
-      if (mark.id >= 0 && mark.id < n) texts[static_cast<size_t>(mark.id)] = mark.text;
+      if (mark.id >= 0 && mark.id < n) texts[static_cast<size_t>(mark.id)] = fmt::format("\xff{}", mark.id);
+    for (std::string& text : texts)
+      for (size_t i = 0; i + 1 < text.size(); ++i)
+        if (text[i] == SplitCharacters::kLead && SplitCharacters::is_half(text[i + 1])) text.clear();
     std::vector<int32_t> stops;
     for (const int32_t id : tokenizer.stop_ids())
       if (id < n) stops.push_back(id);
     return xgrammar::TokenizerInfo(texts, xgrammar::VocabType::RAW, static_cast<int>(model_vocab), stops);
+  }
+
+  static std::shared_ptr<const SplitCharacters> make_split(const Tokenizer& tokenizer, int64_t model_vocab) {
+    auto split = std::make_shared<SplitCharacters>();
+    split->ends_with_ed.resize(static_cast<size_t>(model_vocab));
+    split->begins_with_half.resize(static_cast<size_t>((model_vocab + 31) / 32));
+    for (int32_t id = 0; id < std::min<int64_t>(tokenizer.vocab_size(), model_vocab); ++id) {
+      const std::string text = tokenizer.is_special(id) ? "" : tokenizer.token_bytes(id);
+      if (text.empty()) continue;
+      split->ends_with_ed[static_cast<size_t>(id)] = text.back() == SplitCharacters::kLead;
+      if (SplitCharacters::is_half(text.front())) split->begins_with_half[static_cast<size_t>(id / 32)] |= 1u << (id % 32);
+    }
+    return split;
+  }
+
+  // What the library makes of a schema. Where a string has a length it forgets that JSON strings hold no control characters;
+  // and a pattern that it cannot fit into a JSON string it writes as it is, quotes and all.
+  static xgrammar::Grammar grammar_of_schema(const std::string& text) {
+    const auto convert = [](const std::string& schema) {
+      return xgrammar::Grammar::FromJSONSchema(schema, /*any_whitespace=*/true, std::nullopt, std::nullopt, /*strict_mode=*/false, kMaxBlanks);
+    };
+    for (const std::string& pattern : patterns_of(nlohmann::ordered_json::parse(text)))
+      if (convert(nlohmann::ordered_json{{"type", "string"}, {"pattern", pattern}}.dump()).ToString().find("Regex(") == std::string::npos)
+        throw Error(ErrorCode::kUnsupported, fmt::format("JSON schema: the pattern {} cannot be expressed within a JSON string, or is too large", quote(pattern)));
+    const xgrammar::Grammar grammar = convert(text);
+    static constexpr std::string_view kAnyCharacter = "[^\\\"\\\\\\r\\n]", kCharacter = "[^\\0-\\x1f\\\"\\\\]";
+    std::string made = grammar.ToString();
+    if (made.find(kAnyCharacter) == made.npos) return grammar;
+    for (size_t at = 0; (at = made.find(kAnyCharacter, at)) != made.npos; at += kCharacter.size()) made.replace(at, kAnyCharacter.size(), kCharacter);
+    return xgrammar::Grammar::FromEBNF(made);
+  }
+
+  static std::vector<std::string> patterns_of(const nlohmann::ordered_json& schema) {
+    std::vector<std::string> patterns;
+    const auto add = [&](const nlohmann::ordered_json& inner) {
+      for (std::string& pattern : patterns_of(inner)) patterns.push_back(std::move(pattern));
+    };
+    if (schema.is_array())
+      for (const auto& item : schema) add(item);
+    if (!schema.is_object()) return patterns;
+    for (const auto& [key, value] : schema.items()) {
+      if (key == "pattern" && value.is_string()) patterns.push_back(value.get<std::string>());
+      if (key == "patternProperties" && value.is_object())
+        for (const auto& [pattern, inner] : value.items()) patterns.push_back(pattern);
+      if (key != "const" && key != "enum") add(value);
+    }
+    return patterns;
   }
 
   xgrammar::Grammar grammar_of(const ConstraintSpec& spec, std::vector<std::string>& notes) const {
@@ -196,16 +265,15 @@ struct ConstraintCompiler::Impl {
     if (!is_utf8(spec.text)) refuse(ErrorCode::kBadInput, name, "is not UTF-8");
     const auto from_schema = [&](const nlohmann::ordered_json& schema) {
       const std::string text = checked_schema(std::string(name), schema, notes).dump();
-      return translated(name, [&] {
-        return xgrammar::Grammar::FromJSONSchema(text, /*any_whitespace=*/true, std::nullopt, std::nullopt, /*strict_mode=*/false, kMaxBlanks);
-      });
+      return translated(name, [&] { return grammar_of_schema(text); });
     };
     switch (spec.kind) {
       case ConstraintSpec::Kind::kJsonObject: return from_schema({{"type", "object"}});
       case ConstraintSpec::Kind::kJsonSchema: return from_schema(parse_json<nlohmann::ordered_json>(std::string(name), spec.text));
-      case ConstraintSpec::Kind::kRegex:
-        check_regex(std::string(name), spec.text);
-        return translated(name, [&] { return xgrammar::Grammar::FromRegex(spec.text); });
+      case ConstraintSpec::Kind::kRegex: {
+        const std::string regex = checked_regex(std::string(name), spec.text);
+        return translated(name, [&] { return xgrammar::Grammar::FromRegex(regex); });
+      }
       case ConstraintSpec::Kind::kGrammar:
         check_nesting(std::string(name), spec.text);
         return translated(name, [&] { return xgrammar::Grammar::FromEBNF(spec.text); });
@@ -227,6 +295,7 @@ struct ConstraintCompiler::Impl {
   static constexpr int kMaxBlanks = 16;   // in a row: a model that likes blanks comes to an end
 
   ToolTokens marks;
+  std::shared_ptr<const SplitCharacters> split;
   xgrammar::TokenizerInfo info;
   xgrammar::GrammarCompiler compiler;
   std::optional<xgrammar::TokenizerInfo> info_with_marks;        // where there are any
@@ -251,7 +320,7 @@ std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const Cons
   const bool has_marks = spec.kind == ConstraintSpec::Kind::kGemma4ToolCalls;
   xgrammar::GrammarCompiler& compiler = has_marks ? *impl_->compiler_with_marks : impl_->compiler;
   auto data = std::make_unique<const CompiledConstraint::Data>(
-      CompiledConstraint::Data{translated(name, [&] { return compiler.CompileGrammar(grammar); }), std::move(notes)});
+      CompiledConstraint::Data{translated(name, [&] { return compiler.CompileGrammar(grammar); }), impl_->split, std::move(notes)});
   auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
   std::vector<uint32_t> mask;
   Constraint first = compiled->start();

@@ -214,7 +214,7 @@ class SchemaCheck {
     if (const auto at = node.find("pattern"); at != node.end()) {
       if (!at->is_string()) bad(below(place, "pattern"), "a string was expected");
       if (least >= 0 || most >= 0) unsupported(place, "'pattern' beside 'minLength' or 'maxLength'");
-      check_pattern(at->get<std::string>(), below(place, "pattern"));
+      *at = checked_pattern(at->get<std::string>(), below(place, "pattern"));
     }
     if (const auto at = node.find("format"); at != node.end()) {
       if (!at->is_string()) bad(below(place, "format"), "a string was expected");
@@ -234,8 +234,8 @@ class SchemaCheck {
 
   // Within a JSON string some characters stand escaped, which a pattern knows nothing of: the library leaves them out of every
   // class, and where the pattern asks for one itself it would write it as it is.
-  void check_pattern(const std::string& pattern, const std::string& place) const {
-    check_regex(fmt::format("{}: at {}", name_, quote(place, 120)), pattern);
+  std::string checked_pattern(const std::string& pattern, const std::string& place) const {
+    const std::string result = checked_regex(fmt::format("{}: at {}", name_, quote(place, 120)), pattern);
     for (size_t i = 0; i < pattern.size(); ++i) {
       const auto byte = static_cast<unsigned char>(pattern[i]);
       const bool is_escape = byte == '\\' && i + 1 < pattern.size();
@@ -245,6 +245,7 @@ class SchemaCheck {
         unsupported(place, fmt::format("the pattern {} names characters that a JSON string escapes, or by number", quote(pattern)));
       i += is_escape ? 1 : 0;
     }
+    return result;
   }
 
   void check_number(Json& node, const std::string& place, bool is_integer) {
@@ -311,10 +312,10 @@ class SchemaCheck {
       if (!at->is_object()) bad(below(place, key), "an object was expected");
       if (std::string_view(key) == "patternProperties") {
         if (at->size() != 1) unsupported(below(place, key), "another number of patterns than one");
-        for (auto& [pattern, property] : at->items()) {
-          check_pattern(pattern, below(place, key));
-          property = schema(property, below(below(place, key), pattern));
-        }
+        Json checked = Json::object();
+        for (const auto& [pattern, property] : at->items())
+          checked[checked_pattern(pattern, below(place, key))] = schema(property, below(below(place, key), pattern));
+        *at = std::move(checked);
       } else {
         Json names_schema = *at;
         if (!names_schema.contains("type")) names_schema["type"] = "string";

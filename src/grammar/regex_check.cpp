@@ -22,12 +22,18 @@ class RegexCheck {
  public:
   RegexCheck(const std::string& name, std::string_view regex) : name_(name), regex_(regex) {}
 
-  void run() {
+  std::string run() {
     if (at('^')) ++i_;
+    std::string result(regex_.substr(0, i_));
     groups_.push_back({});
-    while (i_ < regex_.size()) item();
+    while (i_ < regex_.size()) {
+      const size_t begin = i_;
+      item();
+      result += regex_[begin] == '.' ? "[^\\n\\r]" : regex_.substr(begin, i_ - begin);
+    }
     if (groups_.size() > 1) bad(groups_.back().begin, "this bracket is not closed");
     if (total(groups_.back()) > kMaxAtoms) too_large(0);
+    return result;
   }
 
  private:
@@ -192,7 +198,7 @@ class RegexCheck {
 
 }  // namespace
 
-void check_regex(const std::string& name, std::string_view regex) { RegexCheck(name, regex).run(); }
+std::string checked_regex(const std::string& name, std::string_view regex) { return RegexCheck(name, regex).run(); }
 
 void check_nesting(const std::string& name, std::string_view text) {
   size_t depth = 0;

@@ -15,9 +15,10 @@
 
 namespace beryl {
 
-// Throws Error(kBadInput): no regular expression; Error(kUnsupported): cannot be expressed, or too large. name: for the
-// message, which gives the place as a byte offset.
-void check_regex(const std::string& name, std::string_view regex);
+// The expression as the library is to get it: "." is no end of a line, as in those languages. Throws Error(kBadInput): no
+// regular expression; Error(kUnsupported): cannot be expressed, or too large. name: for the message, which gives the place as
+// a byte offset.
+std::string checked_regex(const std::string& name, std::string_view regex);
 
 // Brackets of a grammar's text: at most 200 deep, since its reader works by recursion.
 void check_nesting(const std::string& name, std::string_view text);

@@ -135,10 +135,23 @@ std::string with_mark_tokens(const std::string& grammar, const ToolTokens& token
   static constexpr std::string_view kBlanks = "[ \\n\\r\\t]* ";
   static constexpr std::string_view kTexts[] = {"<|tool_call>", "<tool_call|>", "<|\\\"|>"};   // as literals write them
   std::string result;
-  int macro_depth = 0;   // within TagDispatch(…) and the like, whose texts stay text
+  // How the library says "any text without these": bytes of any kind. What cannot stand there are tokens, so text it is.
+  static constexpr std::string_view kAnyText = "TagDispatch(", kText = "[^\\0]*";
+  int macro_depth = 0;   // within Regex(…) and the like, whose texts stay text
   for (size_t i = 0; i < grammar.size();) {
     if (macro_depth == 0 && grammar.compare(i, kBlanks.size(), kBlanks) == 0) {
       i += kBlanks.size();
+      continue;
+    }
+    if (grammar.compare(i, kAnyText.size(), kAnyText) == 0) {
+      i += kAnyText.size();
+      for (int depth = 1; i < grammar.size() && depth > 0; ++i) {
+        if (grammar[i] == '"')
+          for (++i; i < grammar.size() && grammar[i] != '"'; ++i) i += grammar[i] == '\\' ? 1 : 0;
+        else
+          depth += grammar[i] == '(' ? 1 : grammar[i] == ')' ? -1 : 0;
+      }
+      result += kText;
       continue;
     }
     const char c = grammar[i];
