@@ -288,6 +288,7 @@ struct ConstraintCompiler::Impl {
   xgrammar::GrammarCompiler compiler;
   std::optional<xgrammar::TokenizerInfo> info_with_marks;        // where there are any
   std::optional<xgrammar::GrammarCompiler> compiler_with_marks;
+  std::mutex compiling;                   // one at a time: it takes all threads anyway
   std::mutex mutex;                       // of what is kept
   std::deque<std::pair<ConstraintSpec, std::shared_ptr<const CompiledConstraint>>> kept;
 };
@@ -308,7 +309,10 @@ std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const Cons
   const bool has_marks = spec.kind == ConstraintSpec::Kind::kGemma4ToolCalls;
   xgrammar::GrammarCompiler& compiler = has_marks ? *impl_->compiler_with_marks : impl_->compiler;
   auto data = std::make_unique<const CompiledConstraint::Data>(
-      CompiledConstraint::Data{translated(name, [&] { return compiler.CompileGrammar(grammar); }), impl_->split, std::move(notes)});
+      CompiledConstraint::Data{translated(name, [&] {
+                                              const std::lock_guard lock(impl_->compiling);
+                                              return compiler.CompileGrammar(grammar);
+                                            }), impl_->split, std::move(notes)});
   auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
   std::vector<uint32_t> mask;
   Constraint first = compiled->start();

@@ -19,6 +19,7 @@ using Json = nlohmann::ordered_json;
 using Keys = std::set<std::string_view>;
 
 constexpr int64_t kMaxCount = 100000;   // of lengths and items that are counted
+constexpr size_t kMaxCountedProperties = 40;
 constexpr size_t kMaxSchemas = 20000;
 
 // What says something to people only.
@@ -360,6 +361,9 @@ class SchemaCheck {
       }
       break;
     }
+    // The library counts properties by writing out which come together.
+    if ((least > 0 || most >= 0) && names.size() > kMaxCountedProperties)
+      unsupported(place, fmt::format("minProperties or maxProperties beside more than {} properties", kMaxCountedProperties));
     if (has_properties) {
       // A name of the list could come again as one of the others, with another value. Without others it is an answer still.
       if (allows_others) notes_.push_back(fmt::format("{}: at {}: no other properties than those of the list are offered", name_, place.empty() ? "its root" : quote(place, 120)));

@@ -15,6 +15,7 @@ namespace beryl {
 namespace {
 
 constexpr size_t kMaxDepth = 64;
+constexpr int kMaxCountDepth = 2;
 constexpr int64_t kMaxCount = 100000;    // of one quantifier
 constexpr int64_t kMaxAtoms = 200000;    // characters and classes, each as often as it may be repeated
 constexpr size_t kMaxGrammarDepth = 200;
@@ -118,6 +119,11 @@ class RegexReader {
     std::string item;           // what a quantifier would repeat; empty: there is nothing
     int64_t n_atoms = 0;        // of all but the item
     int64_t item_atoms = 0;
+    bool repeats = false;       // something in it may come more than once in a row
+    bool may_be_empty = false;  // one of the alternatives before this one
+    bool is_all_empty = true;   // every item so far of this alternative may be
+    bool item_repeats = false, item_may_be_empty = false;
+    int count_depth = 0, item_count_depth = 0;   // counts within each other
   };
 
   [[noreturn]] void bad(size_t place, std::string_view why) const {
@@ -139,7 +145,12 @@ class RegexReader {
     group.is_empty = false;
   }
   static void finish_item(Group& group) {
-    if (!group.item.empty()) append(group, group.item);
+    if (!group.item.empty()) {
+      append(group, group.item);
+      group.is_all_empty = group.is_all_empty && group.item_may_be_empty;
+      group.repeats = group.repeats || group.item_repeats;
+      group.count_depth = std::max(group.count_depth, group.item_count_depth);
+    }
     group.item.clear();
     group.n_atoms += group.item_atoms;
     group.item_atoms = 0;
@@ -150,11 +161,14 @@ class RegexReader {
     return std::move(group.text);
   }
 
-  void atom(std::string text, int64_t n) {
+  void atom(std::string text, int64_t n, bool repeats = false, bool may_be_empty = false, int count_depth = 0) {
     Group& group = groups_.back();
     finish_item(group);
     group.item = std::move(text);
     group.item_atoms = n;
+    group.item_repeats = repeats;
+    group.item_may_be_empty = may_be_empty;
+    group.item_count_depth = count_depth;
     if (group.n_atoms + n > kMaxAtoms) too_large(i_);
   }
 
@@ -190,7 +204,8 @@ class RegexReader {
         groups_.pop_back();
         finish_item(group);
         const int64_t n = group.n_atoms;
-        atom(fmt::format("({})", finished(group)), n);
+        const bool may_be_empty = group.may_be_empty || group.is_all_empty, repeats = group.repeats;
+        atom(fmt::format("({})", finished(group)), n, repeats, may_be_empty, group.count_depth);
         return;
       }
       case '|': {
@@ -198,14 +213,15 @@ class RegexReader {
         Group& group = groups_.back();
         finish_item(group);
         if (group.is_empty) append(group, "\"\"");
-        group.text += " |";
-        group.text += ' ';
+        group.text += " | ";
         group.is_empty = true;
+        group.may_be_empty = group.may_be_empty || group.is_all_empty;
+        group.is_all_empty = true;
         return;
       }
-      case '*': ++i_; quantifier(begin, "*", 2); return;
-      case '+': ++i_; quantifier(begin, "+", 2); return;
-      case '?': ++i_; quantifier(begin, "?", 1); return;
+      case '*': ++i_; quantifier(begin, "*", 2, /*is_counted=*/false, /*least=*/0); return;
+      case '+': ++i_; quantifier(begin, "+", 2, /*is_counted=*/false, /*least=*/1); return;
+      case '?': ++i_; quantifier(begin, "?", 1, /*is_counted=*/false, /*least=*/0); return;
       case '{': ++i_; counted(begin); return;
       case '}':
       case ']': unsupported(begin, fmt::format("'{}' that closes nothing", c));
@@ -255,9 +271,18 @@ class RegexReader {
     groups_.back().begin = begin;
   }
 
-  void quantifier(size_t begin, std::string_view text, int64_t count) {
+  void quantifier(size_t begin, std::string_view text, int64_t count, bool is_counted, int64_t least) {
     Group& group = groups_.back();
     if (group.item.empty()) bad(begin, "there is nothing to repeat");
+    // Each of the many ways to count such a text is a state of its own, and their number grows without bounds that one could
+    // wait for.
+    if (is_counted && count > 1 && group.item_may_be_empty && group.item_repeats)
+      unsupported(begin, "a count of what may be empty and repeats something itself");
+    const int depth = group.item_count_depth + (is_counted && count > 1 ? 1 : 0);
+    if (depth > kMaxCountDepth) unsupported(begin, "a count of counts of counts");
+    group.count_depth = std::max(group.count_depth, depth);
+    group.repeats = group.repeats || group.item_repeats || count > 1;
+    group.is_all_empty = group.is_all_empty && (least == 0 || group.item_may_be_empty);
     append(group, fmt::format("{}{}", group.item, text));
     group.item.clear();
     group.n_atoms += group.item_atoms * count;   // at most kMaxAtoms * kMaxCount
@@ -292,10 +317,11 @@ class RegexReader {
       Group& group = groups_.back();
       if (group.item.empty()) bad(begin, "there is nothing to repeat");
       group.item = "\"\"";
-      quantifier(begin, "", 1);
+      group.item_may_be_empty = true;
+      quantifier(begin, "", 1, /*is_counted=*/false, 0);
       return;
     }
-    quantifier(begin, is_open ? fmt::format("{{{},}}", least) : fmt::format("{{{},{}}}", least, most), is_open ? least + 1 : most);
+    quantifier(begin, is_open ? fmt::format("{{{},}}", least) : fmt::format("{{{},{}}}", least, most), is_open ? least + 1 : most, /*is_counted=*/true, least);
   }
 
   uint32_t hex(size_t begin, size_t n) {
