@@ -53,7 +53,7 @@ std::string reason_of(std::string_view message) {
   if (const size_t at = message.find("is false: "); message.starts_with("Check failed") && at != message.npos) message.remove_prefix(at + 10);
   const std::string quoted = quote(message, 300);
   std::string text = quoted.substr(1, quoted.size() - 2);
-  for (size_t at; (at = text.find("\\x0a")) != text.npos;) text.replace(at, 4, " ");
+  for (size_t at; (at = text.find("\\x0a")) != text.npos;) text.replace(at, 4, 1, ' ');
   return text;
 }
 
