@@ -13,7 +13,7 @@
 namespace beryl::cli {
 namespace {
 
-constexpr size_t kDigestLetters = 12;   // enough to tell two apart; --full shows all 64
+constexpr size_t kDigestLetters = 12;  // enough to tell two apart; --full shows all 64
 
 int list(bool shows_all) {
   const Store store(Store::default_folder());
@@ -29,11 +29,13 @@ int list(bool shows_all) {
     name_width = std::max(name_width, entry.model.name.size());
     format_width = std::max(format_width, entry.model.format.size());
   }
-  std::string text = fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", "NAME", name_width, "SIZE", "FORMAT", format_width, "DIGEST");
+  std::string text =
+      fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", "NAME", name_width, "SIZE", "FORMAT", format_width, "DIGEST");
   for (const StoreEntry& entry : entries) {
     const std::string digest = entry.is_complete ? entry.model.digest() : "not all of it is there: pull it again";
-    text += fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", entry.model.name, name_width, human_bytes(entry.fetched_bytes), entry.model.format,
-                        format_width, entry.is_complete && !shows_all ? digest.substr(0, kDigestLetters) : digest);
+    text += fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", entry.model.name, name_width, human_bytes(entry.fetched_bytes),
+                        entry.model.format, format_width,
+                        entry.is_complete && !shows_all ? digest.substr(0, kDigestLetters) : digest);
   }
   write_output(harmless_on_terminal(text));
   return 0;
@@ -46,7 +48,8 @@ Command add_list_command(CLI::App& program) {
   auto shows_all = std::make_shared<bool>(false);
   app->add_flag("--full", *shows_all, "digests in full");
   app->footer(
-      "A name is a MODEL of every command; its last part alone will do where it means one model only. The digest is the\n"
+      "A name is a MODEL of every command; its last part alone will do where it means one model only. The digest is "
+      "the\n"
       "SHA-256 of the model's file; where there are several, that of their names and digests.\n"
       "\n"
       "Examples:\n"

@@ -21,8 +21,10 @@ std::string find_model(const std::string& given) {
   const std::vector<std::string> names = store.near(given);
   std::string hint = "'beryl list' shows the names";
   if (!names.empty()) hint = fmt::format("near: {}", fmt::join(names, ", "));
-  if (given.starts_with("hf:") || given.starts_with("https://")) hint = fmt::format("'beryl pull {}' fetches it", quote(given, 200));
-  throw Error(ErrorCode::kIo, fmt::format("{}: there is no such file or folder, and no model of this name; {}", quote(given, 200), hint));
+  if (given.starts_with("hf:") || given.starts_with("https://"))
+    hint = fmt::format("'beryl pull {}' fetches it", quote(given, 200));
+  throw Error(ErrorCode::kIo, fmt::format("{}: there is no such file or folder, and no model of this name; {}",
+                                          quote(given, 200), hint));
 }
 
 }  // namespace beryl::cli

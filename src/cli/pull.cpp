@@ -71,19 +71,22 @@ class ProgressLines {
     std::string text = fmt::format(", {}/s", human_bytes(static_cast<int64_t>(speed)));
     if (speed > 0 && progress.all_bytes) {
       const auto left = static_cast<int64_t>(static_cast<double>(*progress.all_bytes - progress.have_bytes) / speed);
-      text += left < 3600 ? fmt::format(", {}:{:02} left", left / 60, left % 60) : fmt::format(", {}:{:02}:{:02} left", left / 3600, left / 60 % 60, left % 60);
+      text += left < 3600 ? fmt::format(", {}:{:02} left", left / 60, left % 60)
+                          : fmt::format(", {}:{:02}:{:02} left", left / 3600, left / 60 % 60, left % 60);
     }
     return text;
   }
 
   void show_bar(const PullProgress& progress) {
-    if (is_shown_ && Clock::now() - shown_at_ < std::chrono::milliseconds(100)) return;   // more often, nobody reads it
+    if (is_shown_ && Clock::now() - shown_at_ < std::chrono::milliseconds(100)) return;  // more often, nobody reads it
     constexpr int kWidth = 24;
     std::string bar;
     if (progress.all_bytes.value_or(0) > 0) {
-      const double share = std::min(1.0, static_cast<double>(progress.have_bytes) / static_cast<double>(*progress.all_bytes));
+      const double share =
+          std::min(1.0, static_cast<double>(progress.have_bytes) / static_cast<double>(*progress.all_bytes));
       const int filled = static_cast<int>(share * kWidth);
-      bar = fmt::format("[{}{}] {:3.0f} %  ", std::string(static_cast<size_t>(filled), '#'), std::string(static_cast<size_t>(kWidth - filled), '.'), 100 * share);
+      bar = fmt::format("[{}{}] {:3.0f} %  ", std::string(static_cast<size_t>(filled), '#'),
+                        std::string(static_cast<size_t>(kWidth - filled), '.'), 100 * share);
     }
     std::string line = progress.stage == PullStage::kChecking ? "checking " : "";
     line += fmt::format("{}{}{}", bar, human_bytes(progress.have_bytes), speed_of(progress));
@@ -105,8 +108,10 @@ class ProgressLines {
 std::string format_of(const Checkpoint& checkpoint) {
   std::map<std::string_view, size_t> bytes;
   for (const TensorInfo& tensor : checkpoint.tensors()) bytes[info(tensor.format).name] += tensor.data.size();
-  const auto most = std::max_element(bytes.begin(), bytes.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
-  return fmt::format("{} {}", checkpoint.container() == Container::kGguf ? "gguf" : "safetensors", most == bytes.end() ? "empty" : most->first);
+  const auto most =
+      std::max_element(bytes.begin(), bytes.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  return fmt::format("{} {}", checkpoint.container() == Container::kGguf ? "gguf" : "safetensors",
+                     most == bytes.end() ? "empty" : most->first);
 }
 
 std::string environment(const char* name) {
@@ -129,7 +134,7 @@ std::string hub_address() {
 
 std::string hub_token() {
   std::string token = environment("HF_TOKEN");
-  for (const unsigned char c : token)   // it becomes a line of a request's head
+  for (const unsigned char c : token)  // it becomes a line of a request's head
     if (c <= ' ' || c >= 0x7f) throw UsageError("HF_TOKEN holds characters that no token has");
   return token;
 }
@@ -141,7 +146,8 @@ int pull_model(const PullArguments& arguments) {
   if (!arguments.name.empty() && !is_model_name(arguments.name))
     throw UsageError(fmt::format("--name is {}, letters, digits and ._:/@+- were expected", quote(arguments.name)));
   options.sha256 = arguments.sha256;
-  std::transform(options.sha256.begin(), options.sha256.end(), options.sha256.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  std::transform(options.sha256.begin(), options.sha256.end(), options.sha256.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   if (!options.sha256.empty() && !is_hex(options.sha256, 64))
     throw UsageError(fmt::format("--sha256 is {}, 64 hexadecimal digits were expected", quote(arguments.sha256)));
   ModelSource source;
@@ -151,7 +157,8 @@ int pull_model(const PullArguments& arguments) {
     throw UsageError(error.what());
   }
   const bool is_open = source.url.starts_with("http://") && options.sha256.empty() && !source.is_hub;
-  if (is_open) print_warning("http:// is not protected: whoever is in between can change the model; --sha256 would tell");
+  if (is_open)
+    print_warning("http:// is not protected: whoever is in between can change the model; --sha256 would tell");
 
   InterruptCatcher interrupts;
   ProgressLines lines;
@@ -168,9 +175,13 @@ int pull_model(const PullArguments& arguments) {
   options.on_progress = [&](const PullProgress& progress) { lines.show(progress); };
   options.on_plan = [&](const StoredModel& model, const std::vector<std::string>& others) {
     std::string size;
-    if (std::all_of(model.files.begin(), model.files.end(), [](const StoredFile& file) { return file.bytes >= 0; })) size = ", " + human_bytes(model.bytes());
-    print_note(fmt::format("{}: {} file{}{}", model.name, model.files.size(), model.files.size() == 1 ? "" : "s", size));
-    if (!others.empty()) print_note(fmt::format("there are also {}; hf:{}:NAME takes another", fmt::join(others, ", "), source.repository_path()));
+    if (std::all_of(model.files.begin(), model.files.end(), [](const StoredFile& file) { return file.bytes >= 0; }))
+      size = ", " + human_bytes(model.bytes());
+    print_note(
+        fmt::format("{}: {} file{}{}", model.name, model.files.size(), model.files.size() == 1 ? "" : "s", size));
+    if (!others.empty())
+      print_note(fmt::format("there are also {}; hf:{}:NAME takes another", fmt::join(others, ", "),
+                             source.repository_path()));
   };
   options.check = [&](const std::string& path, bool is_verified) -> std::string {
     try {
@@ -196,8 +207,11 @@ int pull_model(const PullArguments& arguments) {
     print_note("interrupted: what has come is kept; the same command goes on with it");
     return kExitInterrupted;
   }
-  print_note(fmt::format("{}: {}, {}, sha256 {}, {}", result.model.name, human_bytes(result.model.bytes()), result.model.format, result.model.digest(),
-                         !result.is_verified ? "which nobody vouches for" : result.was_there ? "which was there already" : "as published"));
+  print_note(fmt::format("{}: {}, {}, sha256 {}, {}", result.model.name, human_bytes(result.model.bytes()),
+                         result.model.format, result.model.digest(),
+                         !result.is_verified ? "which nobody vouches for"
+                         : result.was_there  ? "which was there already"
+                                             : "as published"));
   write_output(result.model.name + "\n");
   return 0;
 }
@@ -207,19 +221,30 @@ int pull_model(const PullArguments& arguments) {
 Command add_pull_command(CLI::App& program) {
   CLI::App* app = program.add_subcommand("pull", "Fetch a model from a hub or an address");
   auto arguments = std::make_shared<PullArguments>();
-  app->add_option("SOURCE", arguments->source, "hf:OWNER/REPO, hf:OWNER/REPO:QUANT, hf:OWNER/REPO:FILE or https://HOST/FILE.gguf")
+  app->add_option("SOURCE", arguments->source,
+                  "hf:OWNER/REPO, hf:OWNER/REPO:QUANT, hf:OWNER/REPO:FILE or https://HOST/FILE.gguf")
       ->type_name("")
       ->required();
-  app->add_option("--name", arguments->name, "what it is to be called (default: OWNER/REPO:QUANT, or the file's name)")->type_name("NAME");
+  app->add_option("--name", arguments->name, "what it is to be called (default: OWNER/REPO:QUANT, or the file's name)")
+      ->type_name("NAME");
   app->add_option("--sha256", arguments->sha256, "what the file's SHA-256 has to be")->type_name("HEX");
   const std::string network = "Network";
-  add_integer(*app, "--connections", arguments->connections, 1, 16, "parts that are fetched at once (default 4)")->group(network);
-  add_real(*app, "--stall", arguments->stall_seconds, 0.1, 3600, "ask again after X seconds without a byte (default 30)")->group(network);
-  add_integer(*app, "--retries", arguments->retries, 0, 1000, "give up after N failures in a row without a new byte (default 5)")->group(network);
-  add_real(*app, "--retry-delay", arguments->retry_seconds, 0, 60, "seconds before asking again, then twice as long each time (default 1)")->group(network);
+  add_integer(*app, "--connections", arguments->connections, 1, 16, "parts that are fetched at once (default 4)")
+      ->group(network);
+  add_real(*app, "--stall", arguments->stall_seconds, 0.1, 3600,
+           "ask again after X seconds without a byte (default 30)")
+      ->group(network);
+  add_integer(*app, "--retries", arguments->retries, 0, 1000,
+              "give up after N failures in a row without a new byte (default 5)")
+      ->group(network);
+  add_real(*app, "--retry-delay", arguments->retry_seconds, 0, 60,
+           "seconds before asking again, then twice as long each time (default 1)")
+      ->group(network);
   app->footer(
-      "A repository with config.json and safetensors comes whole, as a folder; of GGUF files one comes, with all its parts.\n"
-      "What is fetched is compared with the digests that the hub lists. After an interruption the same command goes on.\n"
+      "A repository with config.json and safetensors comes whole, as a folder; of GGUF files one comes, with all its "
+      "parts.\n"
+      "What is fetched is compared with the digests that the hub lists. After an interruption the same command goes "
+      "on.\n"
       "\n"
       "  HF_TOKEN      is sent to the hub, and nowhere else: for models that need it\n"
       "  HF_ENDPOINT   the hub (default: https://huggingface.co)\n"

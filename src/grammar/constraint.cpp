@@ -22,15 +22,17 @@
 #ifdef BERYL_HAS_XGRAMMAR
 #include <xgrammar/xgrammar.h>
 
-// The library's log, by its own hooks: what it calls fatal ends the operation, what it warns of is collected, since it is
-// about to do something else than it was told.
+// The library's log, by its own hooks: what it calls fatal ends the operation, what it warns of is collected, since it
+// is about to do something else than it was told.
 namespace beryl {
 namespace {
 thread_local std::vector<std::string>* warnings_here = nullptr;
 }
 }  // namespace beryl
 namespace xgrammar {
-[[noreturn]] void LogFatalImpl(const std::string&, int, const std::string& message) { throw std::runtime_error(message); }
+[[noreturn]] void LogFatalImpl(const std::string&, int, const std::string& message) {
+  throw std::runtime_error(message);
+}
 void LogMessageImpl(const std::string&, int, int level, const std::string& message) {
   constexpr int kWarning = 1;
   if (level >= kWarning && beryl::warnings_here != nullptr) beryl::warnings_here->push_back(message);
@@ -45,12 +47,13 @@ namespace {
 
 constexpr size_t kMaxTextBytes = 1 << 20;
 constexpr size_t kMaxRegexBytes = 16 << 10;
-constexpr size_t kKept = 16;             // compiled specs
+constexpr size_t kKept = 16;  // compiled specs
 
 // The library's messages, as one printable line of ours.
 std::string reason_of(std::string_view message) {
   // "Check failed: (…) is false: …" and positions in its own sources say nothing to a user.
-  if (const size_t at = message.find("is false: "); message.starts_with("Check failed") && at != message.npos) message.remove_prefix(at + 10);
+  if (const size_t at = message.find("is false: "); message.starts_with("Check failed") && at != message.npos)
+    message.remove_prefix(at + 10);
   const std::string quoted = quote(message, 300);
   std::string text = quoted.substr(1, quoted.size() - 2);
   for (size_t at; (at = text.find("\\x0a")) != text.npos;) text.replace(at, 4, 1, ' ');
@@ -72,7 +75,8 @@ auto translated(std::string_view name, const Call& call) {
   } restore{outer};
   try {
     auto result = call();
-    if (!warnings.empty()) refuse(ErrorCode::kUnsupported, name, fmt::format("cannot be expressed: {}", reason_of(warnings.front())));
+    if (!warnings.empty())
+      refuse(ErrorCode::kUnsupported, name, fmt::format("cannot be expressed: {}", reason_of(warnings.front())));
     return result;
   } catch (const Error&) {
     throw;
@@ -108,11 +112,11 @@ DLTensor tensor_of(std::span<uint32_t> mask, int64_t& words) {
 
 }  // namespace
 
-// The library takes ED A0…BF for characters (U+D800 and on, halves of pairs), which UTF-8 does not. So behind a token that
-// ends with ED none that begins with A0…BF may come; one that has both within it never does (make_info).
+// The library takes ED A0…BF for characters (U+D800 and on, halves of pairs), which UTF-8 does not. So behind a token
+// that ends with ED none that begins with A0…BF may come; one that has both within it never does (make_info).
 struct SplitCharacters {
-  std::vector<bool> ends_with_ed;            // by id
-  std::vector<uint32_t> begins_with_half;    // a mask of ids
+  std::vector<bool> ends_with_ed;          // by id
+  std::vector<uint32_t> begins_with_half;  // a mask of ids
   static constexpr char kLead = '\xed';
   static bool is_half(char c) { return static_cast<unsigned char>(c) >= 0xa0 && static_cast<unsigned char>(c) <= 0xbf; }
 };
@@ -127,7 +131,7 @@ struct Constraint::State {
   xgrammar::GrammarMatcher matcher;
   std::shared_ptr<const SplitCharacters> split;
   size_t vocab = 0;
-  std::vector<bool> ends_with_ed;            // of the accepted ids
+  std::vector<bool> ends_with_ed;  // of the accepted ids
   bool is_split() const { return !ends_with_ed.empty() && ends_with_ed.back(); }
 };
 
@@ -150,7 +154,8 @@ bool Constraint::fill_mask(std::span<uint32_t> mask) {
   int64_t words = 0;
   DLTensor tensor = tensor_of(mask, words);
   state_->matcher.FillNextTokenBitmask(&tensor);
-  if (const size_t n = state_->vocab % 32; n != 0) mask.back() &= (1u << n) - 1;   // the library leaves bits behind the last id
+  if (const size_t n = state_->vocab % 32; n != 0)
+    mask.back() &= (1u << n) - 1;  // the library leaves bits behind the last id
   if (state_->is_split())
     for (size_t i = 0; i < mask.size(); ++i) mask[i] &= ~state_->split->begins_with_half[i];
   return std::any_of(mask.begin(), mask.end(), [](uint32_t word) { return word != 0; });
@@ -172,7 +177,8 @@ void Constraint::rollback(int n) {
 }
 
 Constraint Constraint::fork() const {
-  return Constraint(std::make_unique<State>(State{state_->matcher.Fork(), state_->split, state_->vocab, state_->ends_with_ed}));
+  return Constraint(
+      std::make_unique<State>(State{state_->matcher.Fork(), state_->split, state_->vocab, state_->ends_with_ed}));
 }
 
 CompiledConstraint::CompiledConstraint(std::unique_ptr<const Data> data) : data_(std::move(data)) {}
@@ -181,7 +187,8 @@ const std::vector<std::string>& CompiledConstraint::notes() const { return data_
 
 Constraint CompiledConstraint::start() const {
   const auto vocab = static_cast<size_t>(data_->grammar.GetTokenizerInfo().GetVocabSize());
-  return Constraint(std::make_unique<Constraint::State>(Constraint::State{xgrammar::GrammarMatcher(data_->grammar), data_->split, vocab, {}}));
+  return Constraint(std::make_unique<Constraint::State>(
+      Constraint::State{xgrammar::GrammarMatcher(data_->grammar), data_->split, vocab, {}}));
 }
 
 struct ConstraintCompiler::Impl {
@@ -221,16 +228,18 @@ struct ConstraintCompiler::Impl {
       const std::string text = tokenizer.is_special(id) ? "" : tokenizer.token_bytes(id);
       if (text.empty()) continue;
       split->ends_with_ed[static_cast<size_t>(id)] = text.back() == SplitCharacters::kLead;
-      if (SplitCharacters::is_half(text.front())) split->begins_with_half[static_cast<size_t>(id / 32)] |= 1u << (id % 32);
+      if (SplitCharacters::is_half(text.front()))
+        split->begins_with_half[static_cast<size_t>(id / 32)] |= 1u << (id % 32);
     }
     return split;
   }
 
   // The constants that stand for patterns become rules, one for equal ones.
-  static std::string with_patterns(const std::string& grammar, const std::vector<SchemaPattern>& patterns, RegexPlace place) {
+  static std::string with_patterns(const std::string& grammar, const std::vector<SchemaPattern>& patterns,
+                                   RegexPlace place) {
     std::vector<LiteralPart> parts;
     std::string rules;
-    std::map<std::string, std::string> rule_of;   // by expression
+    std::map<std::string, std::string> rule_of;  // by expression
     for (const SchemaPattern& pattern : patterns) {
       const auto [at, is_new] = rule_of.emplace(pattern.regex, fmt::format("pattern_of_string_{}", rule_of.size()));
       if (is_new) rules += fmt::format("{} ::= {}\n", at->second, rule_of_regex(pattern.place, pattern.regex, place));
@@ -242,20 +251,24 @@ struct ConstraintCompiler::Impl {
   xgrammar::Grammar grammar_of(const ConstraintSpec& spec, std::vector<std::string>& notes) const {
     const std::string_view name = name_of(spec.kind);
     const size_t most = spec.kind == ConstraintSpec::Kind::kRegex ? kMaxRegexBytes : kMaxTextBytes;
-    if (spec.text.size() > most) refuse(ErrorCode::kBadInput, name, fmt::format("has {} bytes, at most {} are allowed", spec.text.size(), most));
+    if (spec.text.size() > most)
+      refuse(ErrorCode::kBadInput, name, fmt::format("has {} bytes, at most {} are allowed", spec.text.size(), most));
     if (!is_utf8(spec.text)) refuse(ErrorCode::kBadInput, name, "is not UTF-8");
     const auto from_schema = [&](const nlohmann::ordered_json& schema) {
       const CheckedSchema checked = checked_schema(std::string(name), schema, notes);
       return translated(name, [&] {
-        const xgrammar::Grammar grammar = xgrammar::Grammar::FromJSONSchema(checked.schema.dump(), /*any_whitespace=*/true, std::nullopt, std::nullopt,
-                                                                            /*strict_mode=*/false, kMaxBlanks);
+        const xgrammar::Grammar grammar = xgrammar::Grammar::FromJSONSchema(
+            checked.schema.dump(), /*any_whitespace=*/true, std::nullopt, std::nullopt,
+            /*strict_mode=*/false, kMaxBlanks);
         if (checked.patterns.empty()) return grammar;
-        return xgrammar::Grammar::FromEBNF(with_patterns(grammar.ToString(), checked.patterns, RegexPlace::kJsonString));
+        return xgrammar::Grammar::FromEBNF(
+            with_patterns(grammar.ToString(), checked.patterns, RegexPlace::kJsonString));
       });
     };
     switch (spec.kind) {
       case ConstraintSpec::Kind::kJsonObject: return from_schema({{"type", "object"}});
-      case ConstraintSpec::Kind::kJsonSchema: return from_schema(parse_json<nlohmann::ordered_json>(std::string(name), spec.text));
+      case ConstraintSpec::Kind::kJsonSchema:
+        return from_schema(parse_json<nlohmann::ordered_json>(std::string(name), spec.text));
       case ConstraintSpec::Kind::kRegex: {
         const std::string rule = rule_of_regex(std::string(name), spec.text, RegexPlace::kText);
         return translated(name, [&] { return xgrammar::Grammar::FromEBNF("root ::= " + rule); });
@@ -265,7 +278,8 @@ struct ConstraintCompiler::Impl {
         return translated(name, [&] { return xgrammar::Grammar::FromEBNF(spec.text); });
       case ConstraintSpec::Kind::kLlama3ToolCall: return from_schema(llama3_call_schema(std::string(name), spec.text));
       case ConstraintSpec::Kind::kGemma4ToolCalls: {
-        if (!marks.are_there()) refuse(ErrorCode::kUnsupported, name, "the vocabulary lacks the marks of Gemma 4's calls (<|tool_call>)");
+        if (!marks.are_there())
+          refuse(ErrorCode::kUnsupported, name, "the vocabulary lacks the marks of Gemma 4's calls (<|tool_call>)");
         std::vector<SchemaPattern> patterns;
         const std::string tag = gemma4_calls_tag(std::string(name), spec.text, patterns, notes).dump();
         return translated(name, [&] {
@@ -280,16 +294,16 @@ struct ConstraintCompiler::Impl {
     BERYL_CHECK(false, "a kind of constraint");
   }
 
-  static constexpr int kMaxBlanks = 16;   // in a row: a model that likes blanks comes to an end
+  static constexpr int kMaxBlanks = 16;  // in a row: a model that likes blanks comes to an end
 
   ToolTokens marks;
   std::shared_ptr<const SplitCharacters> split;
   xgrammar::TokenizerInfo info;
   xgrammar::GrammarCompiler compiler;
-  std::optional<xgrammar::TokenizerInfo> info_with_marks;        // where there are any
+  std::optional<xgrammar::TokenizerInfo> info_with_marks;  // where there are any
   std::optional<xgrammar::GrammarCompiler> compiler_with_marks;
-  std::mutex compiling;                   // one at a time: it takes all threads anyway
-  std::mutex mutex;                       // of what is kept
+  std::mutex compiling;  // one at a time: it takes all threads anyway
+  std::mutex mutex;      // of what is kept
   std::deque<std::pair<ConstraintSpec, std::shared_ptr<const CompiledConstraint>>> kept;
 };
 
@@ -309,26 +323,30 @@ std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const Cons
   const bool has_marks = spec.kind == ConstraintSpec::Kind::kGemma4ToolCalls;
   xgrammar::GrammarCompiler& compiler = has_marks ? *impl_->compiler_with_marks : impl_->compiler;
   auto data = std::make_unique<const CompiledConstraint::Data>(
-      CompiledConstraint::Data{translated(name, [&] {
-                                              const std::lock_guard lock(impl_->compiling);
-                                              return compiler.CompileGrammar(grammar);
-                                            }), impl_->split, std::move(notes)});
+      CompiledConstraint::Data{translated(name,
+                                          [&] {
+                                            const std::lock_guard lock(impl_->compiling);
+                                            return compiler.CompileGrammar(grammar);
+                                          }),
+                               impl_->split, std::move(notes)});
   auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
   std::vector<uint32_t> mask;
   Constraint first = compiled->start();
   mask.resize(first.mask_words());
-  if (!first.fill_mask(mask)) refuse(ErrorCode::kBadInput, name, "nothing satisfies it that this model's tokens can write");
+  if (!first.fill_mask(mask))
+    refuse(ErrorCode::kBadInput, name, "nothing satisfies it that this model's tokens can write");
   const std::lock_guard lock(impl_->mutex);
   impl_->kept.emplace_front(spec, compiled);
   if (impl_->kept.size() > kKept) impl_->kept.pop_back();
   return compiled;
 }
 
-#else   // a build without the library
+#else  // a build without the library
 
 namespace {
 [[noreturn]] void refuse() {
-  throw Error(ErrorCode::kUnsupported, "this build has no structured output: xgrammar's sources could not be had when it was configured");
+  throw Error(ErrorCode::kUnsupported,
+              "this build has no structured output: xgrammar's sources could not be had when it was configured");
 }
 }  // namespace
 

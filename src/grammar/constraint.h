@@ -3,9 +3,9 @@
 //
 // The work is xgrammar's, which a build may lack: then everything here throws Error(kUnsupported) with one line.
 //
-// Nothing is dropped silently: a schema, regex or grammar is either enforced as a whole, or refused with the place and the
-// reason (json_schema.h tells what of JSON Schema there is). What a schema says that is no constraint for anybody, an
-// unknown "format" for example, is listed in notes().
+// Nothing is dropped silently: a schema, regex or grammar is either enforced as a whole, or refused with the place and
+// the reason (json_schema.h tells what of JSON Schema there is). What a schema says that is no constraint for anybody,
+// an unknown "format" for example, is listed in notes().
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,13 @@ namespace beryl {
 
 struct ConstraintSpec {
   enum class Kind : uint8_t {
-    kJsonObject,       // any JSON object; text is not used
-    kJsonSchema,       // text: the schema
-    kRegex,            // text: matches the whole reply
-    kGrammar,          // text: EBNF as xgrammar writes it (GBNF is much the same); the rule "root" is the reply. Not from
-                       // strangers: a grammar of counts within counts may take for ever, and cannot be told from others
-    kGemma4ToolCalls,  // text: OpenAI's tools list; one or more calls in Gemma 4's own notation, control tokens included
+    kJsonObject,  // any JSON object; text is not used
+    kJsonSchema,  // text: the schema
+    kRegex,       // text: matches the whole reply
+    kGrammar,     // text: EBNF as xgrammar writes it (GBNF is much the same); the rule "root" is the reply. Not from
+                  // strangers: a grammar of counts within counts may take for ever, and cannot be told from others
+    kGemma4ToolCalls,  // text: OpenAI's tools list; one or more calls in Gemma 4's own notation, control tokens
+                       // included
     kLlama3ToolCall,   // text: likewise; one call as Llama 3 writes it: {"name": …, "parameters": {…}}
   };
   Kind kind = Kind::kJsonObject;
@@ -42,8 +43,8 @@ class Constraint {
   Constraint& operator=(Constraint&&) noexcept;
   ~Constraint();
 
-  // Ids that may come next, [mask_words()], bit id % 32 of word id / 32. False, and no bit is set, when nothing may: the
-  // reply is finished, or the vocabulary has no token that would go on.
+  // Ids that may come next, [mask_words()], bit id % 32 of word id / 32. False, and no bit is set, when nothing may:
+  // the reply is finished, or the vocabulary has no token that would go on.
   bool fill_mask(std::span<uint32_t> mask);
   size_t mask_words() const;
   // False: the id is not allowed, and nothing has changed.

@@ -12,7 +12,7 @@ std::string with_literal_parts(const std::string& grammar, const std::vector<Lit
   int macro_depth = 0;
   for (size_t i = 0; i < grammar.size();) {
     const char c = grammar[i];
-    if (c == '[') {   // a class, which may hold anything
+    if (c == '[') {  // a class, which may hold anything
       const size_t begin = i++;
       while (i < grammar.size() && grammar[i] != ']') i += grammar[i] == '\\' ? 2 : 1;
       i = std::min(i + 1, grammar.size());
@@ -21,7 +21,8 @@ std::string with_literal_parts(const std::string& grammar, const std::vector<Lit
     }
     if (c != '"') {
       // A name right before a bracket is a macro's.
-      if (c == '(' && (macro_depth > 0 || (i > 0 && std::isalnum(static_cast<unsigned char>(grammar[i - 1])) != 0))) ++macro_depth;
+      if (c == '(' && (macro_depth > 0 || (i > 0 && std::isalnum(static_cast<unsigned char>(grammar[i - 1])) != 0)))
+        ++macro_depth;
       if (c == ')' && macro_depth > 0) --macro_depth;
       result += c;
       ++i;
@@ -38,7 +39,10 @@ std::string with_literal_parts(const std::string& grammar, const std::vector<Lit
       piece.clear();
     };
     while (!literal.empty()) {
-      const auto part = macro_depth > 0 ? parts.end() : std::find_if(parts.begin(), parts.end(), [&](const LiteralPart& one) { return literal.starts_with(one.text); });
+      const auto part =
+          macro_depth > 0 ? parts.end() : std::find_if(parts.begin(), parts.end(), [&](const LiteralPart& one) {
+            return literal.starts_with(one.text);
+          });
       if (part != parts.end()) {
         flush();
         add(part->replacement);

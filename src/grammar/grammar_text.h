@@ -9,8 +9,8 @@
 namespace beryl {
 
 struct LiteralPart {
-  std::string text;          // as a literal writes it, escapes and all
-  std::string replacement;   // an expression: a rule's name, Token(…)
+  std::string text;         // as a literal writes it, escapes and all
+  std::string replacement;  // an expression: a rule's name, Token(…)
 };
 
 // In literals, but not within Regex(…) and other macros, each part gives way to its replacement: "ab" with b -> rule is

@@ -18,17 +18,19 @@ namespace {
 using Json = nlohmann::ordered_json;
 using Keys = std::set<std::string_view>;
 
-constexpr int64_t kMaxCount = 100000;   // of lengths and items that are counted
+constexpr int64_t kMaxCount = 100000;  // of lengths and items that are counted
 constexpr size_t kMaxCountedProperties = 40;
 constexpr size_t kMaxSchemas = 20000;
 
 // What says something to people only.
-const Keys kAnnotations = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id", "id"};
+const Keys kAnnotations = {"title",    "description", "default",  "examples", "example", "deprecated",
+                           "readOnly", "writeOnly",   "$comment", "$schema",  "$id",     "id"};
 const Keys kDefinitions = {"$defs", "definitions"};
 
-// Formats as expressions. Narrower than need be here and there (no 29th of February, years of this and the last millennium,
-// no leap seconds), and never too wide.
-const std::string kDate = R"([12]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8])))";
+// Formats as expressions. Narrower than need be here and there (no 29th of February, years of this and the last
+// millennium, no leap seconds), and never too wide.
+const std::string kDate =
+    R"([12]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8])))";
 const std::string kTime = R"(([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+\-]([01]\d|2[0-3]):[0-5]\d))";
 const std::string kByte = R"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d))";
 const std::string kGroup = "[0-9a-f]{1,4}";
@@ -57,7 +59,8 @@ const std::map<std::string, std::string> kFormats = {
 
 class SchemaCheck {
  public:
-  SchemaCheck(const std::string& name, const Json& root, std::vector<std::string>& notes) : name_(name), root_(root), notes_(notes) {}
+  SchemaCheck(const std::string& name, const Json& root, std::vector<std::string>& notes)
+      : name_(name), root_(root), notes_(notes) {}
 
   CheckedSchema run() {
     const std::string text = root_.dump(-1, ' ', true, Json::error_handler_t::replace);
@@ -71,17 +74,18 @@ class SchemaCheck {
  private:
   // What stands for a string that matches as a whole.
   Json matching(const std::string& regex, const std::string& place) {
-    patterns_.push_back({fmt::format("{}{}x", constant_stem_, patterns_.size()), regex, fmt::format("{}: at {}", name_, place.empty() ? "its root" : quote(place, 120))});
+    patterns_.push_back({fmt::format("{}{}x", constant_stem_, patterns_.size()), regex,
+                         fmt::format("{}: at {}", name_, place.empty() ? "its root" : quote(place, 120))});
     return {{"const", patterns_.back().constant}};
   }
 
-  // A pattern of JSON Schema may match anywhere within the string. What matches as a whole does so, too; but "^" and "$" at
-  // its ends are all that it may say of that.
   [[noreturn]] void bad(const std::string& place, const std::string& why) const {
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: at {}: {}", name_, place.empty() ? "its root" : quote(place, 120), why));
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("{}: at {}: {}", name_, place.empty() ? "its root" : quote(place, 120), why));
   }
   [[noreturn]] void unsupported(const std::string& place, const std::string& why) const {
-    throw Error(ErrorCode::kUnsupported, fmt::format("{}: at {}: {}", name_, place.empty() ? "its root" : quote(place, 120), why));
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{}: at {}: {}", name_, place.empty() ? "its root" : quote(place, 120), why));
   }
 
   // A JSON pointer's next part.
@@ -94,7 +98,8 @@ class SchemaCheck {
   // Every key is one of these or an annotation.
   void only(const Json& node, const std::string& place, const Keys& keys, std::string_view beside) const {
     for (const auto& [key, value] : node.items()) {
-      if (keys.contains(key) || kAnnotations.contains(key) || kDefinitions.contains(key) || key.starts_with("x-")) continue;
+      if (keys.contains(key) || kAnnotations.contains(key) || kDefinitions.contains(key) || key.starts_with("x-"))
+        continue;
       unsupported(place, fmt::format("the keyword {} cannot be enforced {}", quote(key), beside));
     }
   }
@@ -111,7 +116,8 @@ class SchemaCheck {
       if (const auto at = node.find(key); at != node.end()) {
         if (!at->is_object()) bad(below(place, key), "an object of schemas was expected");
         Json definitions = Json::object();
-        for (const auto& [name, definition] : at->items()) definitions[name] = schema(definition, below(below(place, key), name));
+        for (const auto& [name, definition] : at->items())
+          definitions[name] = schema(definition, below(below(place, key), name));
         result[std::string(key)] = std::move(definitions);
       }
     return result;
@@ -130,23 +136,32 @@ class SchemaCheck {
     only(node, place, {"$ref"}, "beside '$ref'");
     if (!node["$ref"].is_string()) bad(below(place, "$ref"), "a string was expected");
     const auto target = node["$ref"].get<std::string>();
-    if (target != "#" && !target.starts_with("#/")) unsupported(below(place, "$ref"), fmt::format("{}: only references within the schema (\"#/…\")", quote(target)));
+    if (target != "#" && !target.starts_with("#/"))
+      unsupported(below(place, "$ref"), fmt::format("{}: only references within the schema (\"#/…\")", quote(target)));
     // Through a chain of nothing but references one comes back to the start, or to a schema.
     std::set<std::string> seen;
     std::string at = target;
     for (const Json* found = &node; found->is_object() && found->contains("$ref");) {
-      if (!seen.insert(at).second) bad(below(place, "$ref"), fmt::format("{} refers to itself and says nothing else", quote(target)));
+      if (!seen.insert(at).second)
+        bad(below(place, "$ref"), fmt::format("{} refers to itself and says nothing else", quote(target)));
       try {
         found = &root_.at(Json::json_pointer(at.substr(1)));
       } catch (const nlohmann::json::exception&) {
         bad(below(place, "$ref"), fmt::format("there is no {}", quote(at)));
       }
-      if (!found->is_object() && !found->is_boolean()) bad(below(place, "$ref"), fmt::format("{} is no schema", quote(at)));
-      if (found->is_object() && found->contains("$ref") && (*found)["$ref"].is_string()) at = (*found)["$ref"].get<std::string>();
+      if (!found->is_object() && !found->is_boolean())
+        bad(below(place, "$ref"), fmt::format("{} is no schema", quote(at)));
+      if (found->is_object() && found->contains("$ref") && (*found)["$ref"].is_string())
+        at = (*found)["$ref"].get<std::string>();
     }
     // Parts of a schema are walked where they lie; elsewhere (under an unknown keyword) nobody has looked.
-    if (at != "#" && !at.starts_with("#/$defs/") && !at.starts_with("#/definitions/") && !at.starts_with("#/properties/") && !at.starts_with("#/items"))
-      unsupported(below(place, "$ref"), fmt::format("{}: references lead to \"#\", \"#/$defs/…\", \"#/definitions/…\", \"#/properties/…\" or \"#/items\"", quote(at)));
+    if (at != "#" && !at.starts_with("#/$defs/") && !at.starts_with("#/definitions/") &&
+        !at.starts_with("#/properties/") && !at.starts_with("#/items"))
+      unsupported(
+          below(place, "$ref"),
+          fmt::format(
+              "{}: references lead to \"#\", \"#/$defs/…\", \"#/definitions/…\", \"#/properties/…\" or \"#/items\"",
+              quote(at)));
     return {{"$ref", target}};
   }
 
@@ -163,11 +178,14 @@ class SchemaCheck {
     const bool is_const = node.contains("const");
     only(node, place, {"const", "enum", "type"}, is_const ? "beside 'const'" : "beside 'enum'");
     if (is_const && node.contains("enum")) unsupported(place, "'const' beside 'enum'");
-    if (!is_const && (!node["enum"].is_array() || node["enum"].empty())) bad(below(place, "enum"), "an array of at least one value was expected");
+    if (!is_const && (!node["enum"].is_array() || node["enum"].empty()))
+      bad(below(place, "enum"), "an array of at least one value was expected");
     const Json all = is_const ? Json::array({node["const"]}) : node["enum"];
     if (node.contains("type"))
       for (const Json& value : all) {
-        const auto fits = [&](const Json& type) { return type == type_of(value) || (type == "number" && type_of(value) == "integer"); };
+        const auto fits = [&](const Json& type) {
+          return type == type_of(value) || (type == "number" && type_of(value) == "integer");
+        };
         const Json& types = node["type"];
         if (!(types.is_array() ? std::any_of(types.begin(), types.end(), fits) : fits(types)))
           unsupported(place, fmt::format("the value {} is none of 'type'", quote(value.dump(-1, ' ', true), 60)));
@@ -195,18 +213,20 @@ class SchemaCheck {
       return true;
     }
     const Json& type = node["type"];
-    if (type.is_string()) return of_type(node, place, type.get<std::string>(), {});
+    if (type.is_string()) return of_type(node, place, type.get<std::string>());
     if (!type.is_array() || type.empty()) bad(below(place, "type"), "a string or an array of strings was expected");
     // Each keyword belongs to one of the types, and is refused only where it belongs to none.
     Json options = Json::array();
     Keys used;
     std::set<std::string> seen;
     for (const Json& one : type) {
-      if (!one.is_string() || !seen.insert(one.get<std::string>()).second) bad(below(place, "type"), "an array of different strings was expected");
+      if (!one.is_string() || !seen.insert(one.get<std::string>()).second)
+        bad(below(place, "type"), "an array of different strings was expected");
       const Keys keys = keys_of(one.get<std::string>(), place);
       used.insert(keys.begin(), keys.end());
     }
-    if (seen.contains("number") && seen.contains("integer")) unsupported(below(place, "type"), "both number and integer");
+    if (seen.contains("number") && seen.contains("integer"))
+      unsupported(below(place, "type"), "both number and integer");
     used.insert("type");
     only(node, place, used, "with these types");
     for (const Json& one : type) {
@@ -214,22 +234,26 @@ class SchemaCheck {
       Json part = Json::object();
       for (const auto& [key, value] : node.items())
         if (keys.contains(key)) part[key] = value;
-      options.push_back(of_type(part, place, one.get<std::string>(), used));
+      options.push_back(of_type(part, place, one.get<std::string>()));
     }
     return {{"anyOf", std::move(options)}};
   }
 
   Keys keys_of(const std::string& type, const std::string& place) const {
     if (type == "string") return {"minLength", "maxLength", "pattern", "format"};
-    if (type == "integer") return {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"};
+    if (type == "integer")
+      return {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"};
     if (type == "number") return {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "format"};
     if (type == "array") return {"items", "prefixItems", "minItems", "maxItems"};
-    if (type == "object") return {"properties", "required", "additionalProperties", "minProperties", "maxProperties", "patternProperties", "propertyNames"};
+    if (type == "object")
+      return {"properties",    "required",          "additionalProperties", "minProperties",
+              "maxProperties", "patternProperties", "propertyNames"};
     if (type == "boolean" || type == "null") return {};
-    bad(below(place, "type"), fmt::format("{} is no type, expected string, integer, number, boolean, null, array or object", quote(type)));
+    bad(below(place, "type"),
+        fmt::format("{} is no type, expected string, integer, number, boolean, null, array or object", quote(type)));
   }
 
-  Json of_type(const Json& node, const std::string& place, const std::string& type, const Keys&) {
+  Json of_type(const Json& node, const std::string& place, const std::string& type) {
     Keys keys = keys_of(type, place);
     keys.insert("type");
     only(node, place, keys, fmt::format("for the type {}", type));
@@ -252,6 +276,7 @@ class SchemaCheck {
     return at->get<int64_t>();
   }
 
+  // A pattern of JSON Schema may match anywhere within the string; what matches as a whole does so, too.
   Json string_of(Json& node, const std::string& place) {
     const int64_t least = count(node, place, "minLength"), most = count(node, place, "maxLength");
     if (most >= 0 && least > most) bad(place, "minLength is greater than maxLength");
@@ -262,7 +287,8 @@ class SchemaCheck {
       if (format == kFormats.end()) {
         note_format(node, place, at->get<std::string>());
       } else {
-        if (node.contains("pattern") || has_length) unsupported(place, "'format' beside 'pattern', 'minLength' or 'maxLength'");
+        if (node.contains("pattern") || has_length)
+          unsupported(place, "'format' beside 'pattern', 'minLength' or 'maxLength'");
         return matching(format->second, below(place, "format"));
       }
     }
@@ -272,11 +298,14 @@ class SchemaCheck {
       return matching(at->get<std::string>(), below(place, "pattern"));
     }
     if (!has_length) return {{"type", "string"}};
-    return matching(most < 0 ? fmt::format("[\\s\\S]{{{},}}", least) : fmt::format("[\\s\\S]{{{},{}}}", std::max<int64_t>(least, 0), most), place);
+    return matching(most < 0 ? fmt::format("[\\s\\S]{{{},}}", least)
+                             : fmt::format("[\\s\\S]{{{},{}}}", std::max<int64_t>(least, 0), most),
+                    place);
   }
 
   void note_format(Json& node, const std::string& place, const std::string& format) {
-    notes_.push_back(fmt::format("{}: at {}: the format {} is not enforced", name_, place.empty() ? "its root" : quote(place, 120), quote(format)));
+    notes_.push_back(fmt::format("{}: at {}: the format {} is not enforced", name_,
+                                 place.empty() ? "its root" : quote(place, 120), quote(format)));
     node.erase("format");
   }
 
@@ -290,7 +319,8 @@ class SchemaCheck {
       if (at == node.end()) continue;
       if (!at->is_number()) bad(below(place, key), "a number was expected");
       if (is_integer && !at->is_number_integer()) unsupported(below(place, key), "bounds of an integer that are none");
-      if (at->is_number_unsigned() && at->get<uint64_t>() > INT64_MAX) unsupported(below(place, key), "numbers above 2^63 - 1");
+      if (at->is_number_unsigned() && at->get<uint64_t>() > INT64_MAX)
+        unsupported(below(place, key), "numbers above 2^63 - 1");
     }
   }
 
@@ -298,11 +328,13 @@ class SchemaCheck {
     const int64_t least = count(node, place, "minItems"), most = count(node, place, "maxItems");
     if (most >= 0 && least > most) bad(place, "minItems is greater than maxItems");
     if (const auto at = node.find("items"); at != node.end()) {
-      if (at->is_array()) unsupported(below(place, "items"), "an array of schemas; today's word for it is 'prefixItems'");
+      if (at->is_array())
+        unsupported(below(place, "items"), "an array of schemas; today's word for it is 'prefixItems'");
       if (!(at->is_boolean() && !at->get<bool>())) *at = schema(*at, below(place, "items"));
     }
     if (const auto at = node.find("prefixItems"); at != node.end()) {
-      if (!at->is_array() || at->empty()) bad(below(place, "prefixItems"), "an array of at least one schema was expected");
+      if (!at->is_array() || at->empty())
+        bad(below(place, "prefixItems"), "an array of at least one schema was expected");
       // The library writes all of them, however few minItems asks for; that is an answer too.
       for (size_t i = 0; i < at->size(); ++i) {
         Json part = schema((*at)[i], below(below(place, "prefixItems"), std::to_string(i)));
@@ -330,7 +362,8 @@ class SchemaCheck {
       for (const Json& key : *at) {
         if (!key.is_string()) bad(below(place, "required"), "an array of strings was expected");
         if (!names.contains(key.get<std::string>()))
-          unsupported(below(place, "required"), fmt::format("{} is none of 'properties'", quote(key.get<std::string>())));
+          unsupported(below(place, "required"),
+                      fmt::format("{} is none of 'properties'", quote(key.get<std::string>())));
       }
     }
     const auto additional = node.find("additionalProperties");
@@ -339,7 +372,8 @@ class SchemaCheck {
     for (const char* key : {"patternProperties", "propertyNames"}) {
       const auto at = node.find(key);
       if (at == node.end()) continue;
-      if (has_properties || additional != node.end() || node.contains(std::string_view(key) == "patternProperties" ? "propertyNames" : "patternProperties"))
+      if (has_properties || additional != node.end() ||
+          node.contains(std::string_view(key) == "patternProperties" ? "propertyNames" : "patternProperties"))
         unsupported(below(place, key), "together with 'properties', 'additionalProperties' or each other");
       if (!at->is_object()) bad(below(place, key), "an object was expected");
       if (std::string_view(key) == "patternProperties") {
@@ -353,8 +387,10 @@ class SchemaCheck {
         node["additionalProperties"] = std::move(property);
       } else {
         Json names_schema = *at;
-        if (!names_schema.contains("type") && !names_schema.contains("enum") && !names_schema.contains("const")) names_schema["type"] = "string";
-        if (names_schema.contains("type") && names_schema["type"] != "string") bad(below(place, key), "a schema of strings was expected");
+        if (!names_schema.contains("type") && !names_schema.contains("enum") && !names_schema.contains("const"))
+          names_schema["type"] = "string";
+        if (names_schema.contains("type") && names_schema["type"] != "string")
+          bad(below(place, key), "a schema of strings was expected");
         Json checked = schema(names_schema, below(place, key));
         if (checked.contains("const")) checked = Json{{"enum", Json::array({checked["const"]})}};
         *at = std::move(checked);
@@ -363,10 +399,14 @@ class SchemaCheck {
     }
     // The library counts properties by writing out which come together.
     if ((least > 0 || most >= 0) && names.size() > kMaxCountedProperties)
-      unsupported(place, fmt::format("minProperties or maxProperties beside more than {} properties", kMaxCountedProperties));
+      unsupported(place,
+                  fmt::format("minProperties or maxProperties beside more than {} properties", kMaxCountedProperties));
     if (has_properties) {
-      // A name of the list could come again as one of the others, with another value. Without others it is an answer still.
-      if (allows_others) notes_.push_back(fmt::format("{}: at {}: no other properties than those of the list are offered", name_, place.empty() ? "its root" : quote(place, 120)));
+      // A name of the list could come again as one of the others, with another value. Without others it is an answer
+      // still.
+      if (allows_others)
+        notes_.push_back(fmt::format("{}: at {}: no other properties than those of the list are offered", name_,
+                                     place.empty() ? "its root" : quote(place, 120)));
       node["additionalProperties"] = false;
     }
   }
@@ -381,7 +421,8 @@ class SchemaCheck {
 
 }  // namespace
 
-CheckedSchema checked_schema(const std::string& name, const nlohmann::ordered_json& schema, std::vector<std::string>& notes) {
+CheckedSchema checked_schema(const std::string& name, const nlohmann::ordered_json& schema,
+                             std::vector<std::string>& notes) {
   return SchemaCheck(name, schema, notes).run();
 }
 

@@ -16,8 +16,8 @@ namespace {
 
 constexpr size_t kMaxDepth = 64;
 constexpr int kMaxCountDepth = 2;
-constexpr int64_t kMaxCount = 100000;    // of one quantifier
-constexpr int64_t kMaxAtoms = 200000;    // characters and classes, each as often as it may be repeated
+constexpr int64_t kMaxCount = 100000;  // of one quantifier
+constexpr int64_t kMaxAtoms = 200000;  // characters and classes, each as often as it may be repeated
 constexpr size_t kMaxGrammarDepth = 200;
 constexpr uint32_t kLastCharacter = 0x10ffff;
 
@@ -61,7 +61,8 @@ class CharacterSet {
     return rest.complement();
   }
   bool has(uint32_t c) const {
-    return std::any_of(ranges_.begin(), ranges_.end(), [&](const auto& range) { return range.first <= c && c <= range.second; });
+    return std::any_of(ranges_.begin(), ranges_.end(),
+                       [&](const auto& range) { return range.first <= c && c <= range.second; });
   }
   bool empty() const { return ranges_.empty(); }
   const std::vector<std::pair<uint32_t, uint32_t>>& ranges() const { return ranges_; }
@@ -72,9 +73,10 @@ class CharacterSet {
 
 const CharacterSet kDigits = {{'0', '9'}};
 const CharacterSet kWord = {{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
-const CharacterSet kBlank = {{9, 13}, {' ', ' '}, {0xa0, 0xa0}, {0x1680, 0x1680}, {0x2000, 0x200a}, {0x2028, 0x2029}, {0x202f, 0x202f}, {0x205f, 0x205f}, {0x3000, 0x3000}, {0xfeff, 0xfeff}};
+const CharacterSet kBlank = {{9, 13},          {' ', ' '},       {0xa0, 0xa0},     {0x1680, 0x1680}, {0x2000, 0x200a},
+                             {0x2028, 0x2029}, {0x202f, 0x202f}, {0x205f, 0x205f}, {0x3000, 0x3000}, {0xfeff, 0xfeff}};
 const CharacterSet kLineEnds = {{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
-const CharacterSet kHalves = {{0xd800, 0xdfff}};   // of pairs in UTF-16; no characters
+const CharacterSet kHalves = {{0xd800, 0xdfff}};  // of pairs in UTF-16; no characters
 const CharacterSet kEscapedInJson = {{0, 0x1f}, {'"', '"'}, {'\\', '\\'}};
 
 std::string character_text(uint32_t c) {
@@ -98,7 +100,8 @@ std::string json_escape(uint32_t c) {
 
 class RegexReader {
  public:
-  RegexReader(const std::string& name, std::string_view regex, RegexPlace place) : name_(name), regex_(regex), place_(place) {}
+  RegexReader(const std::string& name, std::string_view regex, RegexPlace place)
+      : name_(name), regex_(regex), place_(place) {}
 
   std::string run() {
     if (at('^')) ++i_;
@@ -114,27 +117,29 @@ class RegexReader {
  private:
   struct Group {
     size_t begin = 0;
-    std::string text;           // of the alternatives so far
-    bool is_empty = true;       // the alternative that is being read has nothing yet
-    std::string item;           // what a quantifier would repeat; empty: there is nothing
-    int64_t n_atoms = 0;        // of all but the item
+    std::string text;      // of the alternatives so far
+    bool is_empty = true;  // the alternative that is being read has nothing yet
+    std::string item;      // what a quantifier would repeat; empty: there is nothing
+    int64_t n_atoms = 0;   // of all but the item
     int64_t item_atoms = 0;
     bool repeats = false;       // something in it may come more than once in a row
     bool may_be_empty = false;  // one of the alternatives before this one
     bool is_all_empty = true;   // every item so far of this alternative may be
     bool item_repeats = false, item_may_be_empty = false;
-    int count_depth = 0, item_count_depth = 0;   // counts within each other
+    int count_depth = 0, item_count_depth = 0;  // counts within each other
   };
 
   [[noreturn]] void bad(size_t place, std::string_view why) const {
     throw Error(ErrorCode::kBadInput, fmt::format("{}: at byte {} of {}: {}", name_, place, quote(regex_), why));
   }
   [[noreturn]] void unsupported(size_t place, std::string_view what) const {
-    throw Error(ErrorCode::kUnsupported, fmt::format("{}: at byte {} of {}: {} cannot be expressed", name_, place, quote(regex_), what));
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{}: at byte {} of {}: {} cannot be expressed", name_, place, quote(regex_), what));
   }
   [[noreturn]] void too_large(size_t place) const {
     throw Error(ErrorCode::kUnsupported,
-                fmt::format("{}: at byte {} of {}: repetitions that come to more than {} characters", name_, place, quote(regex_), kMaxAtoms));
+                fmt::format("{}: at byte {} of {}: repetitions that come to more than {} characters", name_, place,
+                            quote(regex_), kMaxAtoms));
   }
 
   bool at(char c) const { return i_ < regex_.size() && regex_[i_] == c; }
@@ -196,7 +201,10 @@ class RegexReader {
     const size_t begin = i_;
     const char c = regex_[i_];
     switch (c) {
-      case '(': ++i_; open(begin); return;
+      case '(':
+        ++i_;
+        open(begin);
+        return;
       case ')': {
         ++i_;
         if (groups_.size() == 1) bad(begin, "this bracket was not opened");
@@ -219,21 +227,42 @@ class RegexReader {
         group.is_all_empty = true;
         return;
       }
-      case '*': ++i_; quantifier(begin, "*", 2, /*is_counted=*/false, /*least=*/0); return;
-      case '+': ++i_; quantifier(begin, "+", 2, /*is_counted=*/false, /*least=*/1); return;
-      case '?': ++i_; quantifier(begin, "?", 1, /*is_counted=*/false, /*least=*/0); return;
-      case '{': ++i_; counted(begin); return;
+      case '*':
+        ++i_;
+        quantifier(begin, "*", 2, /*is_counted=*/false, /*least=*/0);
+        return;
+      case '+':
+        ++i_;
+        quantifier(begin, "+", 2, /*is_counted=*/false, /*least=*/1);
+        return;
+      case '?':
+        ++i_;
+        quantifier(begin, "?", 1, /*is_counted=*/false, /*least=*/0);
+        return;
+      case '{':
+        ++i_;
+        counted(begin);
+        return;
       case '}':
       case ']': unsupported(begin, fmt::format("'{}' that closes nothing", c));
-      case '[': ++i_; character_class(begin); return;
+      case '[':
+        ++i_;
+        character_class(begin);
+        return;
       case '^': unsupported(begin, "'^' anywhere but at the start");
       case '$':
         if (i_ + 1 != regex_.size()) unsupported(begin, "'$' anywhere but at the end");
         ++i_;
         finish_item(groups_.back());
         return;
-      case '.': ++i_; set(begin, kLineEnds.complement()); return;
-      case '\\': ++i_; set(begin, escape(begin)); return;
+      case '.':
+        ++i_;
+        set(begin, kLineEnds.complement());
+        return;
+      case '\\':
+        ++i_;
+        set(begin, escape(begin));
+        return;
       default: {
         const uint32_t character = next_character();
         set(begin, {{character, character}});
@@ -261,7 +290,8 @@ class RegexReader {
         const size_t end = regex_.find('>', i_);
         if (end == regex_.npos) bad(begin, "the group's name does not end");
         for (size_t k = i_ + 1; k < end; ++k)
-          if (std::isalnum(static_cast<unsigned char>(regex_[k])) == 0 && regex_[k] != '_') bad(k, "a group's name has letters, digits and _");
+          if (std::isalnum(static_cast<unsigned char>(regex_[k])) == 0 && regex_[k] != '_')
+            bad(k, "a group's name has letters, digits and _");
         i_ = end + 1;
       } else {
         unsupported(begin, "a look around, a flag or another group than (?:…) and (?<name>…)");
@@ -274,8 +304,8 @@ class RegexReader {
   void quantifier(size_t begin, std::string_view text, int64_t count, bool is_counted, int64_t least) {
     Group& group = groups_.back();
     if (group.item.empty()) bad(begin, "there is nothing to repeat");
-    // Each of the many ways to count such a text is a state of its own, and their number grows without bounds that one could
-    // wait for.
+    // Each of the many ways to count such a text is a state of its own, and their number grows without bounds that one
+    // could wait for.
     if (is_counted && count > 1 && group.item_may_be_empty && group.item_repeats)
       unsupported(begin, "a count of what may be empty and repeats something itself");
     const int depth = group.item_count_depth + (is_counted && count > 1 ? 1 : 0);
@@ -285,10 +315,10 @@ class RegexReader {
     group.is_all_empty = group.is_all_empty && (least == 0 || group.item_may_be_empty);
     append(group, fmt::format("{}{}", group.item, text));
     group.item.clear();
-    group.n_atoms += group.item_atoms * count;   // at most kMaxAtoms * kMaxCount
+    group.n_atoms += group.item_atoms * count;  // at most kMaxAtoms * kMaxCount
     group.item_atoms = 0;
     if (group.n_atoms > kMaxAtoms) too_large(begin);
-    if (at('?')) ++i_;                           // lazy: the same texts
+    if (at('?')) ++i_;  // lazy: the same texts
     if (at('+')) unsupported(i_, "a possessive quantifier");
   }
 
@@ -313,7 +343,7 @@ class RegexReader {
     if (least < 0 || !at('}')) unsupported(begin, "'{' that begins no count");
     ++i_;
     if (!is_open && most < least) bad(begin, "the count's end is below its start");
-    if (!is_open && most == 0) {   // nothing, however it is written
+    if (!is_open && most == 0) {  // nothing, however it is written
       Group& group = groups_.back();
       if (group.item.empty()) bad(begin, "there is nothing to repeat");
       group.item = "\"\"";
@@ -321,13 +351,15 @@ class RegexReader {
       quantifier(begin, "", 1, /*is_counted=*/false, 0);
       return;
     }
-    quantifier(begin, is_open ? fmt::format("{{{},}}", least) : fmt::format("{{{},{}}}", least, most), is_open ? least + 1 : most, /*is_counted=*/true, least);
+    quantifier(begin, is_open ? fmt::format("{{{},}}", least) : fmt::format("{{{},{}}}", least, most),
+               is_open ? least + 1 : most, /*is_counted=*/true, least);
   }
 
   uint32_t hex(size_t begin, size_t n) {
     uint32_t value = 0;
     for (size_t k = 0; k < n; ++k, ++i_) {
-      if (i_ >= regex_.size() || std::isxdigit(static_cast<unsigned char>(regex_[i_])) == 0) bad(begin, fmt::format("{} hexadecimal digits were expected", n));
+      if (i_ >= regex_.size() || std::isxdigit(static_cast<unsigned char>(regex_[i_])) == 0)
+        bad(begin, fmt::format("{} hexadecimal digits were expected", n));
       const char c = regex_[i_];
       value = value * 16 + static_cast<uint32_t>(c <= '9' ? c - '0' : (c | 0x20) - 'a' + 10);
     }
@@ -357,7 +389,8 @@ class RegexReader {
         if (i_ >= regex_.size() || std::isdigit(static_cast<unsigned char>(regex_[i_])) == 0) return one(0);
         break;
       default:
-        if (std::string_view("^$.*+?\\()[]{}|/-\"'#&~@!%,:;<=>_` ").find(c) != std::string_view::npos) return one(static_cast<unsigned char>(c));
+        if (std::string_view("^$.*+?\\()[]{}|/-\"'#&~@!%,:;<=>_` ").find(c) != std::string_view::npos)
+          return one(static_cast<unsigned char>(c));
     }
     unsupported(begin, fmt::format("the escape {}", quote(regex_.substr(begin, 2))));
   }
@@ -375,7 +408,9 @@ class RegexReader {
       if (at('-') && i_ + 1 < regex_.size() && regex_[i_ + 1] != ']') {
         ++i_;
         const CharacterSet last = class_item(begin);
-        const auto is_one = [](const CharacterSet& set) { return set.ranges().size() == 1 && set.ranges()[0].first == set.ranges()[0].second; };
+        const auto is_one = [](const CharacterSet& set) {
+          return set.ranges().size() == 1 && set.ranges()[0].first == set.ranges()[0].second;
+        };
         if (!is_one(first) || !is_one(last)) unsupported(place, "a range that begins or ends with a class");
         if (last.ranges()[0].first < first.ranges()[0].first) bad(place, "this range ends before it begins");
         all.add(first.ranges()[0].first, last.ranges()[0].first);
@@ -408,7 +443,9 @@ class RegexReader {
 
 }  // namespace
 
-std::string rule_of_regex(const std::string& name, std::string_view regex, RegexPlace place) { return RegexReader(name, regex, place).run(); }
+std::string rule_of_regex(const std::string& name, std::string_view regex, RegexPlace place) {
+  return RegexReader(name, regex, place).run();
+}
 
 void check_nesting(const std::string& name, std::string_view text) {
   size_t depth = 0;
@@ -416,7 +453,8 @@ void check_nesting(const std::string& name, std::string_view text) {
     if (text[i] == '(' || text[i] == '{' || text[i] == '[') ++depth;
     if ((text[i] == ')' || text[i] == '}' || text[i] == ']') && depth > 0) --depth;
     if (depth > kMaxGrammarDepth)
-      throw Error(ErrorCode::kUnsupported, fmt::format("{}: at byte {}: more than {} brackets within each other", name, i, kMaxGrammarDepth));
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("{}: at byte {}: more than {} brackets within each other", name, i, kMaxGrammarDepth));
   }
 }
 

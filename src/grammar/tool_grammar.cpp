@@ -31,18 +31,25 @@ std::vector<Tool> tools_of(const std::string& name, std::string_view text) {
   for (const Json* function : read_tools(list)) {
     Tool tool;
     const auto at = function->find("name");
-    if (at == function->end() || !at->is_string()) throw Error(ErrorCode::kBadInput, fmt::format("{}: a tool has no name", name));
+    if (at == function->end() || !at->is_string())
+      throw Error(ErrorCode::kBadInput, fmt::format("{}: a tool has no name", name));
     tool.name = at->get<std::string>();
     const bool is_plain = !tool.name.empty() && std::all_of(tool.name.begin(), tool.name.end(), [](unsigned char c) {
       return std::isalnum(c) != 0 || c == '_' || c == '-' || c == '.';
     });
-    if (!is_plain) throw Error(ErrorCode::kBadInput, fmt::format("{}: {} is no name of a tool: letters, digits, _, - and . were expected", name, quote(tool.name)));
-    if (!names.insert(tool.name).second) throw Error(ErrorCode::kBadInput, fmt::format("{}: two tools are called {}", name, quote(tool.name)));
+    if (!is_plain)
+      throw Error(ErrorCode::kBadInput,
+                  fmt::format("{}: {} is no name of a tool: letters, digits, _, - and . were expected", name,
+                              quote(tool.name)));
+    if (!names.insert(tool.name).second)
+      throw Error(ErrorCode::kBadInput, fmt::format("{}: two tools are called {}", name, quote(tool.name)));
     const auto parameters = function->find("parameters");
     tool.parameters = parameters == function->end() || parameters->is_null() ? Json{{"type", "object"}} : *parameters;
-    if (tool.parameters.is_object() && !tool.parameters.contains("type") && tool.parameters.contains("properties")) tool.parameters["type"] = "object";
+    if (tool.parameters.is_object() && !tool.parameters.contains("type") && tool.parameters.contains("properties"))
+      tool.parameters["type"] = "object";
     // A call without arguments: nothing else is offered.
-    if (tool.parameters == Json{{"type", "object"}, {"properties", Json::object()}}) tool.parameters["additionalProperties"] = false;
+    if (tool.parameters == Json{{"type", "object"}, {"properties", Json::object()}})
+      tool.parameters["additionalProperties"] = false;
     tools.push_back(std::move(tool));
   }
   if (tools.empty()) throw Error(ErrorCode::kBadInput, fmt::format("{}: there is no tool to call", name));
@@ -81,9 +88,12 @@ void check_keys(const std::string& name, const Json& schema) {
     if (key == "properties" && value.is_object())
       for (const auto& [property, inner] : value.items())
         if (property.empty() || property.find_first_of(":,{}[]<>|\" \t\r\n") != property.npos)
-          throw Error(ErrorCode::kUnsupported, fmt::format("{}: the property {} cannot be written in Gemma 4's notation, whose keys are bare", name, quote(property)));
+          throw Error(ErrorCode::kUnsupported,
+                      fmt::format("{}: the property {} cannot be written in Gemma 4's notation, whose keys are bare",
+                                  name, quote(property)));
     if (key == "propertyNames")
-      throw Error(ErrorCode::kUnsupported, fmt::format("{}: {} cannot be enforced in Gemma 4's notation", name, quote(key)));
+      throw Error(ErrorCode::kUnsupported,
+                  fmt::format("{}: {} cannot be enforced in Gemma 4's notation", name, quote(key)));
     if (key != "const" && key != "enum") check_keys(name, value);
   }
 }
@@ -91,7 +101,9 @@ void check_keys(const std::string& name, const Json& schema) {
 // The constants that stand for patterns, with `prefix`.
 Json with_constants_of(const Json& schema, const std::string& prefix, const std::vector<SchemaPattern>& patterns) {
   if (schema.is_string()) {
-    const bool is_one = std::any_of(patterns.begin(), patterns.end(), [&](const SchemaPattern& pattern) { return pattern.constant == prefix + schema.get<std::string>(); });
+    const bool is_one = std::any_of(patterns.begin(), patterns.end(), [&](const SchemaPattern& pattern) {
+      return pattern.constant == prefix + schema.get<std::string>();
+    });
     return is_one ? Json(prefix + schema.get<std::string>()) : schema;
   }
   if (!schema.is_structured()) return schema;
@@ -110,7 +122,8 @@ Json with_references_at(const Json& schema, const std::string& place) {
   if (!schema.is_object()) return schema;
   Json result = Json::object();
   for (const auto& [key, value] : schema.items()) {
-    const bool is_reference = key == "$ref" && value.is_string() && value.get_ref<const std::string&>().starts_with('#');
+    const bool is_reference =
+        key == "$ref" && value.is_string() && value.get_ref<const std::string&>().starts_with('#');
     if (is_reference) {
       result[key] = place + value.get<std::string>().substr(1);
     } else {
@@ -128,7 +141,8 @@ ToolTokens find_tool_tokens(const Tokenizer& tokenizer) {
   return tokens;
 }
 
-nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view text, std::vector<SchemaPattern>& patterns, std::vector<std::string>& notes) {
+nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view text,
+                                        std::vector<SchemaPattern>& patterns, std::vector<std::string>& notes) {
   int n_tools = 0;
   Json tags = Json::array();
   for (const Tool& tool : tools_of(name, text)) {
@@ -140,16 +154,23 @@ nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_vie
     const Json schema = sorted(with_constants_of(checked.schema, its_own, checked.patterns));
     patterns.insert(patterns.end(), checked.patterns.begin(), checked.patterns.end());
     check_keys(its_name, schema);
-    Json content = {{"type", "json_schema"}, {"style", "gemma"}, {"excludes", {"<|tool_call>", "<tool_call|>"}}, {"json_schema", schema}};
-    tags.push_back({{"type", "tag"}, {"begin", "<|tool_call>call:" + tool.name}, {"content", std::move(content)}, {"end", "<tool_call|>"}});
+    Json content = {{"type", "json_schema"},
+                    {"style", "gemma"},
+                    {"excludes", {"<|tool_call>", "<tool_call|>"}},
+                    {"json_schema", schema}};
+    tags.push_back({{"type", "tag"},
+                    {"begin", "<|tool_call>call:" + tool.name},
+                    {"content", std::move(content)},
+                    {"end", "<tool_call|>"}});
   }
   return {{"type", "structural_tag"},
-          {"format", {{"type", "tags_with_separator"}, {"tags", std::move(tags)}, {"separator", ""}, {"at_least_one", true}}}};
+          {"format",
+           {{"type", "tags_with_separator"}, {"tags", std::move(tags)}, {"separator", ""}, {"at_least_one", true}}}};
 }
 
 std::string with_mark_tokens(const std::string& grammar, const ToolTokens& tokens) {
-  // Blanks between the notation's parts, of which it has none; and "any text without these marks", bytes of any kind. Since
-  // the marks are tokens that no text matches, any text will do.
+  // Blanks between the notation's parts, of which it has none; and "any text without these marks", bytes of any kind.
+  // Since the marks are tokens that no text matches, any text will do.
   static constexpr std::string_view kBlanks = "[ \\n\\r\\t]* ", kAnyText = "TagDispatch(", kText = "[^\\0]*";
   std::string text;
   for (size_t i = 0; i < grammar.size();) {
@@ -169,9 +190,10 @@ std::string with_mark_tokens(const std::string& grammar, const ToolTokens& token
       text += grammar[i++];
     }
   }
-  static constexpr std::string_view kTexts[] = {"<|tool_call>", "<tool_call|>", "<|\\\"|>"};   // as literals write them
+  static constexpr std::string_view kTexts[] = {"<|tool_call>", "<tool_call|>", "<|\\\"|>"};  // as literals write them
   std::vector<LiteralPart> parts;
-  for (size_t i = 0; i < 3; ++i) parts.push_back({std::string(kTexts[i]), fmt::format("Token({})", tokens.marks[i].id)});
+  for (size_t i = 0; i < 3; ++i)
+    parts.push_back({std::string(kTexts[i]), fmt::format("Token({})", tokens.marks[i].id)});
   return with_literal_parts(text, parts);
 }
 
@@ -181,10 +203,11 @@ nlohmann::ordered_json llama3_call_schema(const std::string& name, std::string_v
   for (size_t i = 0; i < tools.size(); ++i) {
     const std::string key = fmt::format("tool{}", i);
     definitions[key] = with_references_at(tools[i].parameters, "#/$defs/" + key);
-    calls.push_back({{"type", "object"},
-                     {"properties", {{"name", {{"const", tools[i].name}}}, {"parameters", {{"$ref", "#/$defs/" + key}}}}},
-                     {"required", {"name", "parameters"}},
-                     {"additionalProperties", false}});
+    calls.push_back(
+        {{"type", "object"},
+         {"properties", {{"name", {{"const", tools[i].name}}}, {"parameters", {{"$ref", "#/$defs/" + key}}}}},
+         {"required", {"name", "parameters"}},
+         {"additionalProperties", false}});
   }
   return {{"$defs", std::move(definitions)}, {"anyOf", std::move(calls)}};
 }

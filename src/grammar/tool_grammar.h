@@ -1,7 +1,8 @@
 // Calls of tools in the notations that models were trained on, as schemas and grammars.
 //
 //   Gemma 4   <|tool_call>call:NAME{key:value,…}<tool_call|>, one or more; keys sorted and bare, strings between two
-//             <|"|>, no blanks. The three marks are control tokens, and only they will do: the same letters as text do not.
+//             <|"|>, no blanks. The three marks are control tokens, and only they will do: the same letters as text do
+//             not.
 //   Llama 3   {"name": "NAME", "parameters": {…}}, one call
 #pragma once
 
@@ -32,8 +33,8 @@ ToolTokens find_tool_tokens(const Tokenizer& tokenizer);
 // tools: OpenAI's list as JSON. name: for messages. All throw Error(kBadInput or kUnsupported).
 
 // What the library calls a structural tag, with the marks as text.
-nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view tools, std::vector<SchemaPattern>& patterns,
-                                        std::vector<std::string>& notes);
+nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view tools,
+                                        std::vector<SchemaPattern>& patterns, std::vector<std::string>& notes);
 // The grammar that the library made of it, with the marks as tokens and without blanks between them.
 std::string with_mark_tokens(const std::string& grammar, const ToolTokens& tokens);
 

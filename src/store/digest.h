@@ -21,7 +21,7 @@ class Digest {
 
   void add(std::span<const std::byte> bytes);
   void add(std::string_view text) { add(std::as_bytes(std::span(text))); }
-  std::string hex();   // lower case; ends the digest
+  std::string hex();  // lower case; ends the digest
 
  private:
   struct Free {
@@ -33,10 +33,11 @@ class Digest {
 
 std::string sha256_of(std::string_view text);
 
-// Reads a file once and adds all of it to the digests. keep_going(bytes so far) is asked every few MB; false ends it and
-// the result is false. Throws Error(kIo).
-bool add_file(int fd, const std::string& path, std::span<Digest> digests, const std::function<bool(int64_t)>& keep_going);
+// Reads a file once and adds all of it to the digests. keep_going(bytes so far) is asked every few MB; false ends it
+// and the result is false. Throws Error(kIo).
+bool add_file(int fd, const std::string& path, std::span<Digest> digests,
+              const std::function<bool(int64_t)>& keep_going);
 
-bool is_hex(std::string_view text, size_t length);   // of either case
+bool is_hex(std::string_view text, size_t length);  // of either case
 
 }  // namespace beryl

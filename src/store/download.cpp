@@ -17,11 +17,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kPollSeconds = 0.1;       // how long Ctrl-C may go unnoticed
+constexpr double kPollSeconds = 0.1;  // how long Ctrl-C may go unnoticed
 constexpr double kLongestPause = 60;
 constexpr int kMostRedirects = 10;
-constexpr int kMostVersions = 3;           // of a file that changes while it is fetched
-constexpr int64_t kFirstBytes = 1 << 20;   // asked for while the size is unknown
+constexpr int kMostVersions = 3;          // of a file that changes while it is fetched
+constexpr int64_t kFirstBytes = 1 << 20;  // asked for while the size is unknown
 constexpr int64_t kLeastSegment = 1 << 20;
 constexpr int64_t kMostSegment = 64 << 20;
 
@@ -37,7 +37,8 @@ bool may_be_tried_again(int status) { return status == 408 || status == 425 || s
 [[noreturn]] void refuse_status(const std::string& url, const HttpHead& head, bool is_hub, bool has_token) {
   std::string why;
   if ((head.status == 401 || head.status == 403) && !is_hub)
-    fail(ErrorCode::kIo, fmt::format("{} answers {}: it is not for everyone, and HF_TOKEN is for the hub alone", shown_url(url), head.status));
+    fail(ErrorCode::kIo, fmt::format("{} answers {}: it is not for everyone, and HF_TOKEN is for the hub alone",
+                                     shown_url(url), head.status));
   switch (head.status) {
     case 401:
       why = has_token ? "it does not accept the token in HF_TOKEN, or there is no such repository"
@@ -57,8 +58,8 @@ bool may_be_tried_again(int status) { return status == 408 || status == 425 || s
   fail(ErrorCode::kIo, message);
 }
 
-// Counts failures in a row, and says when the next try may be. Transfers that were under way at once fail for one reason
-// and count as one: each remembers the round it began in.
+// Counts failures in a row, and says when the next try may be. Transfers that were under way at once fail for one
+// reason and count as one: each remembers the round it began in.
 class Patience {
  public:
   explicit Patience(const DownloadOptions& options) : options_(options) {}
@@ -73,16 +74,19 @@ class Patience {
     if (round != round_) return;
     ++round_;
     if (++n_failures_ > options_.retries)
-      fail(ErrorCode::kIo, fmt::format("{}: {}; tried {} times without getting further", shown_url(url), reason, n_failures_));
-    double seconds = std::min(kLongestPause, options_.retry_seconds * static_cast<double>(1LL << std::min(n_failures_ - 1, 30)));
+      fail(ErrorCode::kIo,
+           fmt::format("{}: {}; tried {} times without getting further", shown_url(url), reason, n_failures_));
+    double seconds =
+        std::min(kLongestPause, options_.retry_seconds * static_cast<double>(1LL << std::min(n_failures_ - 1, 30)));
     if (asked_seconds) {
       if (*asked_seconds > kLongestWait)
-        fail(ErrorCode::kIo, fmt::format("{}: {}, and to wait {:.0f} s; run the same command again then", shown_url(url),
-                                         reason, *asked_seconds));
+        fail(ErrorCode::kIo, fmt::format("{}: {}, and to wait {:.0f} s; run the same command again then",
+                                         shown_url(url), reason, *asked_seconds));
       seconds = std::max(*asked_seconds, 0.0);
     }
-    not_before_ = std::max(not_before_, Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                           std::chrono::duration<double>(seconds)));
+    not_before_ =
+        std::max(not_before_,
+                 Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
     if (options_.on_note)
       options_.on_note(fmt::format("{}: {}; goes on in {:.3g} s (try {} of {})", host_of(url), reason, seconds,
                                    n_failures_ + 1, options_.retries + 1));
@@ -119,9 +123,10 @@ std::optional<std::string> Downloader::fetch_text(const std::string& address, si
     if (!options_.token.empty() && origin_of(url) == options_.hub_origin) request.token = options_.token;
     const bool has_token = !request.token.empty();
     request.on_head = [&](const HttpHead& head) {
-      if (head.status != 200) return false;   // the head tells all
+      if (head.status != 200) return false;  // the head tells all
       if (head.length && *head.length > static_cast<int64_t>(most_bytes))
-        fail(ErrorCode::kBadInput, fmt::format("{}: announces {} bytes, at most {} were expected", shown_url(url), *head.length, most_bytes));
+        fail(ErrorCode::kBadInput,
+             fmt::format("{}: announces {} bytes, at most {} were expected", shown_url(url), *head.length, most_bytes));
       return true;
     };
     request.on_body = [&](std::span<const std::byte> bytes) {
@@ -163,7 +168,12 @@ std::optional<std::string> Downloader::fetch_text(const std::string& address, si
 class Downloader::FileFetch {
  public:
   FileFetch(const DownloadOptions& options, HttpClient& client, const RemoteFile& file, PartialFile& partial)
-      : options_(options), client_(client), file_(file), partial_(partial), patience_(options), n_connections_(options.connections) {
+      : options_(options),
+        client_(client),
+        file_(file),
+        partial_(partial),
+        patience_(options),
+        n_connections_(options.connections) {
     if (file_.bytes && partial_.size() && *partial_.size() != *file_.bytes) partial_.restart(file_.bytes, "");
     if (file_.bytes) partial_.set_size(*file_.bytes);
     // Bytes of a version that the server has no name for cannot be told from those of another.
@@ -189,12 +199,12 @@ class Downloader::FileFetch {
 
  private:
   struct Worker {
-    ByteRange range;              // asked for; of a whole file [0, size or INT64_MAX)
-    int64_t position = 0;         // of the next byte
+    ByteRange range;       // asked for; of a whole file [0, size or INT64_MAX)
+    int64_t position = 0;  // of the next byte
     std::string url;
     int n_redirects = 0;
-    int round = 0;                // Patience::round() when it began
-    bool is_direct = false;       // began at the address that an earlier one was redirected to
+    int round = 0;           // Patience::round() when it began
+    bool is_direct = false;  // began at the address that an earlier one was redirected to
     bool has_token = false;
     bool takes_body = false;      // the answer is 200 or 206: the body is the file's
     bool has_other_head = false;  // it is another: the head tells all
@@ -213,7 +223,7 @@ class Downloader::FileFetch {
   }
 
   void start_workers() {
-    const int most = gives_ranges_ ? n_connections_ : 1;   // one, until it is known
+    const int most = gives_ranges_ ? n_connections_ : 1;  // one, until it is known
     while (static_cast<int>(workers_.size()) < most) {
       RangeSet under_way;
       for (const auto& [id, worker] : workers_) under_way.add({worker.position, worker.range.end});
@@ -245,7 +255,7 @@ class Downloader::FileFetch {
     if (!wants_whole_) request.range = worker.range;
     // A server that has another version then sends all of it.
     if (!file_.is_checked) request.if_range = partial_.validator();
-    const auto current = std::make_shared<int>(0);   // the id, once it is known
+    const auto current = std::make_shared<int>(0);  // the id, once it is known
     request.on_head = [this, current](const HttpHead& head) { return take_head(*current, head); };
     request.on_body = [this, current](std::span<const std::byte> bytes) { return take_body(*current, bytes); };
     *current = client_.start(std::move(request));
@@ -260,7 +270,8 @@ class Downloader::FileFetch {
   // What the head says of the file as a whole. False: it is not the file that we began with.
   bool is_same_file(const Worker& worker, const HttpHead& head, std::optional<int64_t> size) {
     if (!head.encoding.empty())
-      fail(ErrorCode::kUnsupported, fmt::format("{}: is sent in the encoding {}, which was not asked for", shown_url(worker.url), quote(head.encoding)));
+      fail(ErrorCode::kUnsupported, fmt::format("{}: is sent in the encoding {}, which was not asked for",
+                                                shown_url(worker.url), quote(head.encoding)));
     if (file_.bytes && size && *size != *file_.bytes) fail_size(worker, *size);
     if (file_.is_checked || is_first()) return true;
     if (size && partial_.size() && *size != *partial_.size()) return false;
@@ -272,7 +283,8 @@ class Downloader::FileFetch {
     if (file_.bytes || !partial_.size()) return;
     const int64_t needed = *partial_.size() - partial_.have().bytes();
     if (const int64_t free = free_bytes(partial_.path()); needed > free)
-      fail(ErrorCode::kIo, fmt::format("{}: {:.2f} GB are needed, {:.2f} GB are free", partial_.path(), static_cast<double>(needed) / 1e9, static_cast<double>(free) / 1e9));
+      fail(ErrorCode::kIo, fmt::format("{}: {:.2f} GB are needed, {:.2f} GB are free", partial_.path(),
+                                       static_cast<double>(needed) / 1e9, static_cast<double>(free) / 1e9));
   }
 
   // Nothing depends on an earlier answer.
@@ -284,12 +296,17 @@ class Downloader::FileFetch {
     if (is_redirect(head.status)) check_links(worker, head);
     if (head.status == 206) {
       if (!head.range || head.range->begin != worker.range.begin || head.range->end > worker.range.end)
-        fail(ErrorCode::kBadInput, fmt::format("{}: asked for bytes {} to {}, the server sends {}", shown_url(worker.url), worker.range.begin,
-                                               worker.range.end - 1, head.range ? fmt::format("{} to {}", head.range->begin, head.range->end - 1) : "it does not say which"));
+        fail(ErrorCode::kBadInput,
+             fmt::format("{}: asked for bytes {} to {}, the server sends {}", shown_url(worker.url), worker.range.begin,
+                         worker.range.end - 1,
+                         head.range ? fmt::format("{} to {}", head.range->begin, head.range->end - 1)
+                                    : "it does not say which"));
       if (!is_same_file(worker, head, head.total)) return change();
       const bool is_all = head.range->begin == 0 && head.total && head.range->end == *head.total;
       if (!file_.is_checked && head.validator.empty() && !is_all) {
-        if (wants_whole_) fail(ErrorCode::kUnsupported, fmt::format("{}: sends a part of the file though all of it was asked for", shown_url(worker.url)));
+        if (wants_whole_)
+          fail(ErrorCode::kUnsupported,
+               fmt::format("{}: sends a part of the file though all of it was asked for", shown_url(worker.url)));
         // Ranges that cannot be told to be of one version are not joined.
         wants_whole_ = true;
         return false;
@@ -297,7 +314,8 @@ class Downloader::FileFetch {
       if (!file_.is_checked && is_first()) partial_.restart(head.total, head.validator);
       if (!partial_.size() && head.total) partial_.set_size(*head.total);
       if (!partial_.size())
-        fail(ErrorCode::kUnsupported, fmt::format("{}: sends ranges of a file and not how long it is", shown_url(worker.url)));
+        fail(ErrorCode::kUnsupported,
+             fmt::format("{}: sends ranges of a file and not how long it is", shown_url(worker.url)));
       check_space();
       worker.range.end = std::min(head.range->end, *partial_.size());
       worker.takes_body = gives_ranges_ = true;
@@ -336,8 +354,9 @@ class Downloader::FileFetch {
     if (options_.hub_origin.empty() || origin_of(worker.url) != options_.hub_origin) return;
     if (file_.bytes && head.linked_size && *head.linked_size != *file_.bytes) fail_size(worker, *head.linked_size);
     if (!file_.sha256.empty() && is_sha256(head.linked_digest) && head.linked_digest != file_.sha256)
-      fail(ErrorCode::kBadInput, fmt::format("{}: the hub lists SHA-256 {} and now gives {}; run again to take the newer file",
-                                             shown_url(worker.url), file_.sha256, head.linked_digest));
+      fail(ErrorCode::kBadInput,
+           fmt::format("{}: the hub lists SHA-256 {} and now gives {}; run again to take the newer file",
+                       shown_url(worker.url), file_.sha256, head.linked_digest));
   }
   static bool is_sha256(const std::string& text) {
     return text.size() == 64 && text.find_first_not_of("0123456789abcdef") == text.npos;
@@ -351,7 +370,8 @@ class Downloader::FileFetch {
   void begin_anew() {
     if (++n_versions_ >= kMostVersions)
       fail(ErrorCode::kIo, fmt::format("{}: changes while it is fetched", shown_url(file_.url)));
-    if (options_.on_note) options_.on_note(fmt::format("{}: the file is another one now; begins anew", host_of(file_.url)));
+    if (options_.on_note)
+      options_.on_note(fmt::format("{}: the file is another one now; begins anew", host_of(file_.url)));
     client_.stop_all();
     workers_.clear();
     partial_.restart(std::nullopt, "");
@@ -366,9 +386,10 @@ class Downloader::FileFetch {
     if (is_other_version_ || (whole_id_ != 0 && whole_id_ != id)) return false;
     const int64_t room = worker.range.end - worker.position;
     if (static_cast<int64_t>(bytes.size()) > room) {
-      if (worker.is_whole) partial_.restart(file_.bytes, "");   // what such a server sent is nothing to go on with
+      if (worker.is_whole) partial_.restart(file_.bytes, "");  // what such a server sent is nothing to go on with
       if (worker.is_whole)
-        fail(ErrorCode::kBadInput, fmt::format("{}: sends more than the {} bytes that the file has", shown_url(worker.url), worker.range.end));
+        fail(ErrorCode::kBadInput, fmt::format("{}: sends more than the {} bytes that the file has",
+                                               shown_url(worker.url), worker.range.end));
       bytes = bytes.first(static_cast<size_t>(room));
       if (bytes.empty()) return false;
     }
@@ -393,7 +414,7 @@ class Downloader::FileFetch {
     const HttpHead& head = result.head;
     if (worker.takes_body) {
       if (result.end == HttpEnd::kDone && !partial_.size()) {
-        partial_.set_size(worker.position);   // whole, and its end is the only thing that told its size
+        partial_.set_size(worker.position);  // whole, and its end is the only thing that told its size
       } else if (result.end != HttpEnd::kDone) {
         patience_.failed(worker.round, worker.url, result.reason);
       } else if (worker.position < worker.range.end) {
@@ -435,12 +456,12 @@ class Downloader::FileFetch {
   PartialFile& partial_;
   Patience patience_;
   int n_connections_;
-  std::map<int, Worker> workers_;   // by transfer
-  bool gives_ranges_ = false;       // the last answer was one
-  bool wants_whole_ = false;        // ask for no ranges
-  int whole_id_ = 0;                // the transfer that gets the whole file; 0: none
-  std::string last_url_;            // behind redirects; empty: not known
-  int64_t most_bytes_ = 0;          // that were there at once: what counts as getting further
+  std::map<int, Worker> workers_;  // by transfer
+  bool gives_ranges_ = false;      // the last answer was one
+  bool wants_whole_ = false;       // ask for no ranges
+  int whole_id_ = 0;               // the transfer that gets the whole file; 0: none
+  std::string last_url_;           // behind redirects; empty: not known
+  int64_t most_bytes_ = 0;         // that were there at once: what counts as getting further
   bool is_other_version_ = false;
   int n_versions_ = 0;
 };

@@ -21,7 +21,7 @@ class OpenFile {
   int fd_;
 };
 
-void make_folders(const std::string& path);   // and those above it
+void make_folders(const std::string& path);  // and those above it
 // The text of a file; empty: there is none. A file larger than `most_bytes` is an error.
 std::optional<std::string> read_small_file(const std::string& path, size_t most_bytes);
 // Appears whole or not at all, and is on the disk when this returns.

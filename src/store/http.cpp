@@ -77,7 +77,8 @@ void read_field(std::string_view line, HttpHead& head) {
   if (name == "x-error-message") head.error_message = value;
   if (name == "x-linked-etag") {
     std::string_view digest = value;
-    if (digest.size() >= 2 && digest.front() == '"' && digest.back() == '"') digest = digest.substr(1, digest.size() - 2);
+    if (digest.size() >= 2 && digest.front() == '"' && digest.back() == '"')
+      digest = digest.substr(1, digest.size() - 2);
     head.linked_digest = lower(digest);
   }
 }
@@ -119,7 +120,8 @@ Url parsed(const std::string& text) {
     throw Error(ErrorCode::kBadInput, fmt::format("{} is no address, expected https://HOST/FILE", quote(text, 200)));
   const std::string scheme = part_of(url, CURLUPART_SCHEME);
   if (scheme != "https" && scheme != "http")
-    throw Error(ErrorCode::kBadInput, fmt::format("{} is of the protocol {}, expected https", quote(text, 200), quote(scheme)));
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("{} is of the protocol {}, expected https", quote(text, 200), quote(scheme)));
   return url;
 }
 
@@ -134,7 +136,7 @@ struct HttpClient::Transfer {
   HttpHead head;
   size_t head_bytes = 0;
   bool has_head = false, is_stopped = false;
-  double idle_seconds = 0;   // spent waiting since the last byte
+  double idle_seconds = 0;  // spent waiting since the last byte
   std::exception_ptr thrown;
 
   ~Transfer() {
@@ -159,7 +161,7 @@ struct HttpClient::Transfer {
     self.idle_seconds = 0;
     self.head_bytes += size;
     if (self.head_bytes > kMaxHeadBytes) return 0;
-    if (self.has_head) return size;   // fields behind the body
+    if (self.has_head) return size;  // fields behind the body
     const std::string_view line = trimmed({data, size});
     if (line.starts_with("HTTP/")) {
       self.head = {};
@@ -168,7 +170,7 @@ struct HttpClient::Transfer {
         if (const auto status = whole_number(line.substr(blank + 1, 3))) self.head.status = static_cast<int>(*status);
     } else if (!line.empty()) {
       read_field(line, self.head);
-    } else if (self.head.status >= 200) {   // not 100 Continue and the like
+    } else if (self.head.status >= 200) {  // not 100 Continue and the like
       self.has_head = true;
       if (self.request.on_head && !self.guarded([&] { return self.request.on_head(self.head); })) return 0;
     }
@@ -210,7 +212,7 @@ int HttpClient::start(HttpRequest request) {
   set(CURLOPT_URL, wanted.url.c_str());
   set(CURLOPT_PROTOCOLS_STR, "http,https");
   set(CURLOPT_FOLLOWLOCATION, 0L);
-  set(CURLOPT_HTTP_VERSION, static_cast<long>(CURL_HTTP_VERSION_1_1));   // one connection a transfer
+  set(CURLOPT_HTTP_VERSION, static_cast<long>(CURL_HTTP_VERSION_1_1));  // one connection a transfer
   set(CURLOPT_USERAGENT, "beryl");
   set(CURLOPT_ERRORBUFFER, transfer->words);
   set(CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
@@ -228,8 +230,7 @@ int HttpClient::start(HttpRequest request) {
   if (!wanted.token.empty()) add_field("Authorization: Bearer " + wanted.token);
   if (wanted.range && !wanted.if_range.empty()) add_field("If-Range: " + wanted.if_range);
   if (transfer->fields != nullptr) set(CURLOPT_HTTPHEADER, transfer->fields);
-  if (wanted.range)
-    set(CURLOPT_RANGE, fmt::format("{}-{}", wanted.range->begin, wanted.range->end - 1).c_str());
+  if (wanted.range) set(CURLOPT_RANGE, fmt::format("{}-{}", wanted.range->begin, wanted.range->end - 1).c_str());
   set(CURLOPT_PRIVATE, transfer.get());
   if (curl_multi_add_handle(multi_.get(), easy) != CURLM_OK) throw std::bad_alloc();
   const int id = transfer->id;
@@ -309,7 +310,8 @@ std::string origin_of(const std::string& text) {
 
 std::string shown_url(const std::string& text) {
   const Url url = parsed(text);
-  for (const CURLUPart part : {CURLUPART_USER, CURLUPART_PASSWORD, CURLUPART_OPTIONS, CURLUPART_QUERY, CURLUPART_FRAGMENT})
+  for (const CURLUPart part :
+       {CURLUPART_USER, CURLUPART_PASSWORD, CURLUPART_OPTIONS, CURLUPART_QUERY, CURLUPART_FRAGMENT})
     curl_url_set(url.get(), part, nullptr, 0);
   return part_of(url, CURLUPART_URL);
 }
@@ -320,10 +322,12 @@ std::string redirected_url(const std::string& from, const std::string& location)
   const Url url = parsed(from);
   const std::string old_scheme = part_of(url, CURLUPART_SCHEME);
   if (location.empty() || curl_url_set(url.get(), CURLUPART_URL, location.c_str(), 0) != CURLUE_OK)
-    throw Error(ErrorCode::kBadInput, fmt::format("{} redirects to {}, which is no address", shown_url(from), quote(location, 200)));
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("{} redirects to {}, which is no address", shown_url(from), quote(location, 200)));
   const std::string scheme = part_of(url, CURLUPART_SCHEME);
   if (scheme != "https" && scheme != "http")
-    throw Error(ErrorCode::kBadInput, fmt::format("{} redirects to the protocol {}, expected https", shown_url(from), quote(scheme)));
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("{} redirects to the protocol {}, expected https", shown_url(from), quote(scheme)));
   if (old_scheme == "https" && scheme == "http")
     throw Error(ErrorCode::kBadInput, fmt::format("{} redirects to {}, from https back to http", shown_url(from),
                                                   quote(part_of(url, CURLUPART_HOST))));

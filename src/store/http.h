@@ -20,40 +20,40 @@ namespace beryl {
 
 struct HttpHead {
   int status = 0;
-  std::optional<int64_t> length;          // Content-Length
-  std::optional<ByteRange> range;         // Content-Range, and the whole size in it
+  std::optional<int64_t> length;   // Content-Length
+  std::optional<ByteRange> range;  // Content-Range, and the whole size in it
   std::optional<int64_t> total;
-  std::string validator;                  // a strong ETag as it was sent, else Last-Modified; empty: neither
+  std::string validator;  // a strong ETag as it was sent, else Last-Modified; empty: neither
   std::string location;
-  std::string encoding;                   // Content-Encoding other than identity
+  std::string encoding;  // Content-Encoding other than identity
   std::optional<double> retry_after_seconds;
-  std::string linked_digest;              // what a hub says of a file behind a redirect: X-Linked-ETag without quotes
-  std::optional<int64_t> linked_size;     //   X-Linked-Size
-  std::string error_message;              // X-Error-Message
+  std::string linked_digest;           // what a hub says of a file behind a redirect: X-Linked-ETag without quotes
+  std::optional<int64_t> linked_size;  //   X-Linked-Size
+  std::string error_message;           // X-Error-Message
 };
 
 struct HttpRequest {
   std::string url;
-  std::string token;                      // Authorization: Bearer; empty: none
+  std::string token;  // Authorization: Bearer; empty: none
   std::optional<ByteRange> range;
-  std::string if_range;                   // the range is wanted of this version only; empty: of any
-  std::function<bool(const HttpHead&)> on_head;                  // false ends the transfer
-  std::function<bool(std::span<const std::byte>)> on_body;       // likewise; may be empty
+  std::string if_range;                                     // the range is wanted of this version only; empty: of any
+  std::function<bool(const HttpHead&)> on_head;             // false ends the transfer
+  std::function<bool(std::span<const std::byte>)> on_body;  // likewise; may be empty
 };
 
 enum class HttpEnd : uint8_t {
-  kDone,          // head and the body that was announced
-  kStopped,       // a callback returned false
-  kBroken,        // cut, reset, stalled: may be tried again
-  kUnreachable,   // no such host, connection refused
-  kRefused,       // certificate, protocol: trying again changes nothing
+  kDone,         // head and the body that was announced
+  kStopped,      // a callback returned false
+  kBroken,       // cut, reset, stalled: may be tried again
+  kUnreachable,  // no such host, connection refused
+  kRefused,      // certificate, protocol: trying again changes nothing
 };
 
 struct HttpResult {
   int id = 0;
   HttpEnd end = HttpEnd::kDone;
-  HttpHead head;                          // status 0: there was none
-  std::string reason;                     // for people, when end is one of the last three
+  HttpHead head;       // status 0: there was none
+  std::string reason;  // for people, when end is one of the last three
 };
 
 class HttpClient {
@@ -65,7 +65,7 @@ class HttpClient {
   HttpClient& operator=(const HttpClient&) = delete;
 
   int start(HttpRequest request);
-  void stop(int id);                      // no result comes of it
+  void stop(int id);  // no result comes of it
   void stop_all();
   size_t n_running() const { return transfers_.size(); }
 
@@ -81,7 +81,7 @@ class HttpClient {
   std::unique_ptr<void, FreeMulti> multi_;
   void end_stalled(std::vector<HttpResult>& results);
 
-  std::map<int, std::unique_ptr<Transfer>> transfers_;   // by id
+  std::map<int, std::unique_ptr<Transfer>> transfers_;  // by id
   int next_id_ = 1;
 };
 

@@ -40,8 +40,11 @@ bool is_repository_name(std::string_view name) {
 }
 
 bool is_revision(std::string_view name) {
-  const auto is_good = [](unsigned char c) { return std::isalnum(c) != 0 || std::string_view("-_./").find(static_cast<char>(c)) != std::string_view::npos; };
-  return !name.empty() && name.size() <= 200 && name.find("..") == name.npos && std::all_of(name.begin(), name.end(), is_good);
+  const auto is_good = [](unsigned char c) {
+    return std::isalnum(c) != 0 || std::string_view("-_./").find(static_cast<char>(c)) != std::string_view::npos;
+  };
+  return !name.empty() && name.size() <= 200 && name.find("..") == name.npos &&
+         std::all_of(name.begin(), name.end(), is_good);
 }
 
 // A relative path of plain names: nothing that leads elsewhere, hides, or steers a terminal.
@@ -70,8 +73,8 @@ bool is_side_file(const std::string& path) {
 
 // GGUF files of a repository, the parts of a split one as one.
 struct GgufSet {
-  std::string stem;                  // path without ".gguf" and part number
-  std::vector<HubFile> files;        // by part
+  std::string stem;            // path without ".gguf" and part number
+  std::vector<HubFile> files;  // by part
   int n_parts = 1;
   std::string tag() const {
     const std::string quant = quant_tag(stem);
@@ -81,7 +84,7 @@ struct GgufSet {
 };
 
 std::vector<GgufSet> gguf_sets(const HubListing& listing) {
-  std::map<std::pair<std::string, int>, std::map<int, HubFile>> parts;   // stem and count -> parts
+  std::map<std::pair<std::string, int>, std::map<int, HubFile>> parts;  // stem and count -> parts
   for (const HubFile& file : listing.files) {
     if (!ends_with_ignoring_case(file.path, kGguf) || is_side_file(file.path)) continue;
     if (const auto split = split_name(file.path)) {
@@ -124,7 +127,8 @@ bool is_folder_model(const HubListing& listing) {
 }
 
 bool has_file(const HubListing& listing, std::string_view path) {
-  return std::any_of(listing.files.begin(), listing.files.end(), [&](const HubFile& file) { return file.path == path; });
+  return std::any_of(listing.files.begin(), listing.files.end(),
+                     [&](const HubFile& file) { return file.path == path; });
 }
 
 bool takes_folder(const ModelSource& source, const HubListing& listing) {
@@ -147,7 +151,8 @@ Selection select_folder(const ModelSource& source, const HubListing& listing, co
       selection.files.push_back(file);
   }
   if (!missing.empty())
-    bad(fmt::format("{}: its index names {}, which the repository does not have", source.repository_path(), quote(*missing.begin())));
+    bad(fmt::format("{}: its index names {}, which the repository does not have", source.repository_path(),
+                    quote(*missing.begin())));
   return selection;
 }
 
@@ -166,7 +171,8 @@ std::optional<SplitName> split_name(std::string_view path) {
   const std::string_view number = tail.substr(1, 5), count = tail.substr(10, 5);
   const auto is_digits = [](std::string_view text) { return text.find_first_not_of("0123456789") == text.npos; };
   if (tail[0] != '-' || tail.substr(6, 4) != "-of-" || !is_digits(number) || !is_digits(count)) return std::nullopt;
-  SplitName split{std::string(path.substr(0, path.size() - kTail)), std::stoi(std::string(number)), std::stoi(std::string(count))};
+  SplitName split{std::string(path.substr(0, path.size() - kTail)), std::stoi(std::string(number)),
+                  std::stoi(std::string(count))};
   if (split.number < 1 || split.number > split.count || split.count > kMaxParts) return std::nullopt;
   return split;
 }
@@ -186,11 +192,13 @@ std::string quant_tag(std::string_view file_name) {
     for (const std::string_view whole : {"BF16", "F16", "F32", "FP16", "FP32", "MXFP4", "MXFP4_MOE", "NVFP4"})
       if (tag == whole) return true;
     if (tag.starts_with("IQ") || tag.starts_with("TQ")) tag = tag.substr(1);
-    if (tag.size() < 4 || tag[0] != 'Q' || std::isdigit(static_cast<unsigned char>(tag[1])) == 0 || tag[2] != '_') return false;
+    if (tag.size() < 4 || tag[0] != 'Q' || std::isdigit(static_cast<unsigned char>(tag[1])) == 0 || tag[2] != '_')
+      return false;
     return std::all_of(tag.begin() + 3, tag.end(), [](unsigned char c) { return std::isalnum(c) != 0 || c == '_'; });
   };
   for (size_t at = 0; at < name.size(); ++at)
-    if ((at == 0 || std::string_view("-._").find(name[at - 1]) != std::string_view::npos) && is_tag(std::string_view(name).substr(at)))
+    if ((at == 0 || std::string_view("-._").find(name[at - 1]) != std::string_view::npos) &&
+        is_tag(std::string_view(name).substr(at)))
       return name.substr(at);
   return "";
 }
@@ -223,22 +231,26 @@ ModelSource parse_source(const std::string& text, const std::string& hub) {
       }
     }
     if (!source.is_hub && !ends_with_ignoring_case(shown, kGguf))
-      bad(fmt::format("{}: an address of a .gguf file was expected; a folder of safetensors comes as hf:OWNER/REPO", quote(shown, 200)));
+      bad(fmt::format("{}: an address of a .gguf file was expected; a folder of safetensors comes as hf:OWNER/REPO",
+                      quote(shown, 200)));
     return source;
   }
-  constexpr std::string_view kExpected = "expected hf:OWNER/REPO, hf:OWNER/REPO:QUANT, hf:OWNER/REPO:FILE or https://HOST/FILE.gguf";
+  constexpr std::string_view kExpected =
+      "expected hf:OWNER/REPO, hf:OWNER/REPO:QUANT, hf:OWNER/REPO:FILE or https://HOST/FILE.gguf";
   if (!text.starts_with(kHubPrefix)) bad(fmt::format("{}: {}", quote(text), kExpected));
   std::string rest = text.substr(kHubPrefix.size());
   source.is_hub = true;
   if (const size_t colon = rest.find(':'); colon != rest.npos) {
     source.wanted = rest.substr(colon + 1);
     rest.resize(colon);
-    if (!is_plain_path(source.wanted)) bad(fmt::format("{}: {} names no file or quantisation, {}", quote(text), quote(source.wanted), kExpected));
+    if (!is_plain_path(source.wanted))
+      bad(fmt::format("{}: {} names no file or quantisation, {}", quote(text), quote(source.wanted), kExpected));
   }
   if (const size_t at = rest.find('@'); at != rest.npos) {
     source.revision = rest.substr(at + 1);
     rest.resize(at);
-    if (!is_revision(source.revision)) bad(fmt::format("{}: {} names no revision", quote(text), quote(source.revision)));
+    if (!is_revision(source.revision))
+      bad(fmt::format("{}: {} names no revision", quote(text), quote(source.revision)));
   }
   const size_t slash = rest.find('/');
   if (slash == rest.npos || !is_repository_name(rest.substr(0, slash)) || !is_repository_name(rest.substr(slash + 1)))
@@ -264,7 +276,8 @@ HubListing parse_listing(const std::string& name, std::string_view text) {
   HubListing listing;
   std::set<std::string> paths;
   try {
-    if (const auto commit = root.find("sha"); commit != root.end() && commit->is_string() && is_hex(commit->get_ref<const std::string&>(), 40))
+    if (const auto commit = root.find("sha");
+        commit != root.end() && commit->is_string() && is_hex(commit->get_ref<const std::string&>(), 40))
       listing.commit = commit->get<std::string>();
     for (const auto& entry : root.at("siblings")) {
       HubFile file;
@@ -274,12 +287,15 @@ HubListing parse_listing(const std::string& name, std::string_view text) {
       if (lfs != entry.end() && lfs->is_object()) {
         file.sha256 = lfs->at("sha256").get<std::string>();
         file.bytes = size_in(*lfs);
-        if (!is_hex(file.sha256, 64)) bad(fmt::format("{}: the SHA-256 of {} is {}", name, quote(file.path), quote(file.sha256)));
-        std::transform(file.sha256.begin(), file.sha256.end(), file.sha256.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+        if (!is_hex(file.sha256, 64))
+          bad(fmt::format("{}: the SHA-256 of {} is {}", name, quote(file.path), quote(file.sha256)));
+        std::transform(file.sha256.begin(), file.sha256.end(), file.sha256.begin(),
+                       [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
       } else {
         file.bytes = size_in(entry);
         const auto blob = entry.find("blobId");
-        if (blob != entry.end() && blob->is_string() && is_hex(blob->get_ref<const std::string&>(), 40)) file.git_sha1 = blob->get<std::string>();
+        if (blob != entry.end() && blob->is_string() && is_hex(blob->get_ref<const std::string&>(), 40))
+          file.git_sha1 = blob->get<std::string>();
       }
       if (file.bytes < 0 || file.bytes > kMaxFileBytes)
         bad(fmt::format("{}: {} has {} bytes", name, quote(file.path), file.bytes));
@@ -303,7 +319,8 @@ std::set<std::string> shards_of_index(const std::string& name, std::string_view 
     for (const auto& [tensor, shard] : root.at("weight_map").items()) {
       const auto& file = shard.get_ref<const std::string&>();
       if (!is_plain_path(file) || file.find('/') != file.npos || !file.ends_with(".safetensors"))
-        bad(fmt::format("{}: tensor {} lies in {}, a safetensors file beside the index was expected", name, quote(tensor), quote(file)));
+        bad(fmt::format("{}: tensor {} lies in {}, a safetensors file beside the index was expected", name,
+                        quote(tensor), quote(file)));
       shards.insert(file);
     }
   } catch (const nlohmann::json::exception& exception) {
@@ -319,14 +336,17 @@ Selection select_files(const ModelSource& source, const HubListing& listing, con
   for (const GgufSet& set : sets) tags.push_back(set.tag());
   if (sets.empty())
     bad(fmt::format("{}: holds no GGUF file{}", source.repository_path(),
-                    is_folder_model(listing) ? fmt::format("; hf:{} is its folder of safetensors", source.repository_path())
-                                             : ", and no config.json with model.safetensors"));
+                    is_folder_model(listing)
+                        ? fmt::format("; hf:{} is its folder of safetensors", source.repository_path())
+                        : ", and no config.json with model.safetensors"));
   std::vector<const GgufSet*> fitting;
   Selection selection;
   if (!source.wanted.empty()) {
     for (const GgufSet& set : sets)
       if (is_named(set, source.wanted)) fitting.push_back(&set);
-    if (fitting.empty()) bad(fmt::format("{}: has no GGUF file {}; it has {}", source.repository_path(), quote(source.wanted), list_of(tags)));
+    if (fitting.empty())
+      bad(fmt::format("{}: has no GGUF file {}; it has {}", source.repository_path(), quote(source.wanted),
+                      list_of(tags)));
   } else if (sets.size() == 1) {
     fitting.push_back(&sets.front());
   } else {
@@ -335,18 +355,22 @@ Selection select_files(const ModelSource& source, const HubListing& listing, con
         if (set.tag() == favourite) fitting.push_back(&set);
       if (!fitting.empty()) break;
     }
-    if (fitting.empty()) bad(fmt::format("{}: has several GGUF files: {}; say which: hf:{}:NAME", source.repository_path(), list_of(tags), source.repository_path()));
+    if (fitting.empty())
+      bad(fmt::format("{}: has several GGUF files: {}; say which: hf:{}:NAME", source.repository_path(), list_of(tags),
+                      source.repository_path()));
     for (const GgufSet& set : sets)
       if (&set != fitting.front()) selection.others.push_back(set.tag());
   }
   if (fitting.size() > 1) {
     std::vector<std::string> paths;
     for (const GgufSet* set : fitting) paths.push_back(set->files.front().path);
-    bad(fmt::format("{}: several files fit: {}; say which: hf:{}:FILE", source.repository_path(), list_of(paths), source.repository_path()));
+    bad(fmt::format("{}: several files fit: {}; say which: hf:{}:FILE", source.repository_path(), list_of(paths),
+                    source.repository_path()));
   }
   const GgufSet& set = *fitting.front();
   if (!set.is_whole())
-    bad(fmt::format("{}: {} is split into {} parts, of which the repository has {}", source.repository_path(), quote(set.stem), set.n_parts, set.files.size()));
+    bad(fmt::format("{}: {} is split into {} parts, of which the repository has {}", source.repository_path(),
+                    quote(set.stem), set.n_parts, set.files.size()));
   selection.files = set.files;
   // A quantisation that two files have names neither.
   const auto n_alike = std::count(tags.begin(), tags.end(), set.tag());

@@ -21,10 +21,11 @@ TEST(ModelSource, FormsOfASource) {
     const char* revision;
     const char* wanted;
   };
-  for (const Case& c : {Case{"hf:a/b", "a", "b", "main", ""}, Case{"hf:a-1/b.c_d:Q4_K_M", "a-1", "b.c_d", "main", "Q4_K_M"},
-                        Case{"hf:a/b@v1.0:sub/f-00001-of-00002.gguf", "a", "b", "v1.0", "sub/f-00001-of-00002.gguf"},
-                        Case{"https://huggingface.co/a/b/resolve/main/x/f.gguf?download=true", "a", "b", "main", "x/f.gguf"},
-                        Case{"https://HuggingFace.co/a/b/blob/0123/f.gguf", "", "", "", ""}}) {
+  for (const Case& c :
+       {Case{"hf:a/b", "a", "b", "main", ""}, Case{"hf:a-1/b.c_d:Q4_K_M", "a-1", "b.c_d", "main", "Q4_K_M"},
+        Case{"hf:a/b@v1.0:sub/f-00001-of-00002.gguf", "a", "b", "v1.0", "sub/f-00001-of-00002.gguf"},
+        Case{"https://huggingface.co/a/b/resolve/main/x/f.gguf?download=true", "a", "b", "main", "x/f.gguf"},
+        Case{"https://HuggingFace.co/a/b/blob/0123/f.gguf", "", "", "", ""}}) {
     const ModelSource source = parse_source(c.text, kHub);
     if (*c.owner == '\0') continue;
     EXPECT_TRUE(source.is_hub) << c.text;
@@ -33,19 +34,31 @@ TEST(ModelSource, FormsOfASource) {
     EXPECT_EQ(source.revision, c.revision) << c.text;
     EXPECT_EQ(source.wanted, c.wanted) << c.text;
   }
-  for (const char* text : {"https://example.com/a/b/resolve/main/f.gguf", "http://huggingface.co/a/b/resolve/main/f.gguf",
-                           "https://huggingface.co:444/a/b/resolve/main/f.gguf"})
+  for (const char* text :
+       {"https://example.com/a/b/resolve/main/f.gguf", "http://huggingface.co/a/b/resolve/main/f.gguf",
+        "https://huggingface.co:444/a/b/resolve/main/f.gguf"})
     EXPECT_FALSE(parse_source(text, kHub).is_hub) << text;
-  for (const char* text : {"", "a/b", "hf:", "hf:a", "hf:a/", "hf:/b", "hf:a/b/c", "hf:a/..", "hf:a/b:", "hf:a/b:../c", "hf:a/b:/c", "hf:a/b@", "hf:a/b@..",
-                           "hf:a b/c", "hf:a/b:c\n", "https://h/f.bin", "https:///f.gguf", "file:///f.gguf", "https://h"})
+  for (const char* text : {"", "a/b", "hf:", "hf:a", "hf:a/", "hf:/b", "hf:a/b/c", "hf:a/..", "hf:a/b:", "hf:a/b:../c",
+                           "hf:a/b:/c", "hf:a/b@", "hf:a/b@..", "hf:a b/c", "hf:a/b:c\n", "https://h/f.bin",
+                           "https:///f.gguf", "file:///f.gguf", "https://h"})
     EXPECT_THROW(parse_source(text, kHub), Error) << text;
 }
 
 TEST(ModelSource, QuantisationTags) {
-  for (const auto& [name, tag] : std::initializer_list<std::pair<const char*, const char*>>{
-           {"m-Q4_K_M.gguf", "Q4_K_M"}, {"m.q8_0.gguf", "q8_0"}, {"gemma-3-12b-it-qat-q4_0.gguf", "q4_0"}, {"m-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"},
-           {"BF16/m-BF16-00001-of-00002.gguf", "BF16"}, {"m_f16.gguf", "f16"}, {"m-IQ4_XS.gguf", "IQ4_XS"}, {"m-TQ1_0.gguf", "TQ1_0"},
-           {"m-MXFP4_MOE.gguf", "MXFP4_MOE"}, {"ggml-model.gguf", ""}, {"m-Q4.gguf", ""}, {"mQ4_0.gguf", ""}, {"Q4_0.gguf", "Q4_0"}})
+  for (const auto& [name, tag] :
+       std::initializer_list<std::pair<const char*, const char*>>{{"m-Q4_K_M.gguf", "Q4_K_M"},
+                                                                  {"m.q8_0.gguf", "q8_0"},
+                                                                  {"gemma-3-12b-it-qat-q4_0.gguf", "q4_0"},
+                                                                  {"m-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"},
+                                                                  {"BF16/m-BF16-00001-of-00002.gguf", "BF16"},
+                                                                  {"m_f16.gguf", "f16"},
+                                                                  {"m-IQ4_XS.gguf", "IQ4_XS"},
+                                                                  {"m-TQ1_0.gguf", "TQ1_0"},
+                                                                  {"m-MXFP4_MOE.gguf", "MXFP4_MOE"},
+                                                                  {"ggml-model.gguf", ""},
+                                                                  {"m-Q4.gguf", ""},
+                                                                  {"mQ4_0.gguf", ""},
+                                                                  {"Q4_0.gguf", "Q4_0"}})
     EXPECT_EQ(quant_tag(name), tag) << name;
 }
 
@@ -56,7 +69,8 @@ TEST(ModelSource, SplitNames) {
   EXPECT_EQ(split->number, 2);
   EXPECT_EQ(split->count, 13);
   EXPECT_EQ(split_part(*split, 7), "a/m-Q8_0-00007-of-00013.gguf");
-  for (const char* name : {"m.gguf", "m-00000-of-00002.gguf", "m-00003-of-00002.gguf", "m-1-of-2.gguf", "m-00001-of-99999.gguf", "-00001-of-00002.gguf", "m-0000a-of-00002.gguf"})
+  for (const char* name : {"m.gguf", "m-00000-of-00002.gguf", "m-00003-of-00002.gguf", "m-1-of-2.gguf",
+                           "m-00001-of-99999.gguf", "-00001-of-00002.gguf", "m-0000a-of-00002.gguf"})
     EXPECT_FALSE(split_name(name)) << name;
 }
 
@@ -76,7 +90,7 @@ TEST(Http, AddressesAndWhereATokenMayGo) {
 
 TEST(Digest, KnownValues) {
   EXPECT_EQ(sha256_of("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-  Digest git = Digest::git_blob(6);   // echo hello | git hash-object --stdin
+  Digest git = Digest::git_blob(6);  // echo hello | git hash-object --stdin
   git.add("hello\n");
   EXPECT_EQ(git.hex(), "ce013625030ba8dba906f756967f9e9ca394464a");
 }

@@ -15,7 +15,7 @@
 namespace beryl {
 namespace {
 
-constexpr auto kSaveEvery = std::chrono::seconds(2);   // what a crash or a kill may cost
+constexpr auto kSaveEvery = std::chrono::seconds(2);  // what a crash or a kill may cost
 constexpr size_t kMaxStateBytes = 1 << 20;
 
 }  // namespace
@@ -59,7 +59,7 @@ void PartialFile::load() {
   if (::fstat(fd_, &status) != 0) fail_io(path_, "cannot look at it", errno);
   try {
     const std::optional<std::string> text = read_small_file(state_path_, kMaxStateBytes);
-    if (!text) {   // bytes that nothing is known of
+    if (!text) {  // bytes that nothing is known of
       if (status.st_size > 0 && ::ftruncate(fd_, 0) != 0) fail_io(path_, "cannot write", errno);
       return;
     }
@@ -72,7 +72,7 @@ void PartialFile::load() {
     validator_ = state.at("validator").get<std::string>();
     if (!state.at("size").is_null()) size_ = state.at("size").get<int64_t>();
     have_ = std::move(have);
-  } catch (const nlohmann::json::exception&) {   // damaged: as if nothing had been fetched
+  } catch (const nlohmann::json::exception&) {  // damaged: as if nothing had been fetched
     restart(std::nullopt, "");
   }
 }
@@ -115,7 +115,7 @@ void PartialFile::move_to(const std::string& place) {
   // Exactly the file: an earlier version may have been longer.
   if (size_ && ::ftruncate(fd_, *size_) != 0) fail_io(path_, "cannot write", errno);
   if (::fsync(fd_) != 0 && errno != EINVAL) fail_io(path_, "cannot write", errno);
-  ::fchmod(fd_, 0444);   // many names may mean it, so nobody should write to it
+  ::fchmod(fd_, 0444);  // many names may mean it, so nobody should write to it
   if (::rename(path_.c_str(), place.c_str()) != 0) fail_io(place, "cannot put the file there", errno);
   ::unlink(state_path_.c_str());
   is_gone_ = true;

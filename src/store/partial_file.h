@@ -1,6 +1,6 @@
 // A file on its way into the store: KEY.part holds its bytes, KEY.json says which of them are there and of what. Both
-// outlive the process, so that the next run goes on. While an object lives it holds a lock on the file: of two processes
-// that want the same one, the second waits.
+// outlive the process, so that the next run goes on. While an object lives it holds a lock on the file: of two
+// processes that want the same one, the second waits.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,7 @@ class PartialFile {
 
   PartialFile(PartialFile&& other) noexcept;
   PartialFile& operator=(PartialFile&&) = delete;
-  ~PartialFile();   // saves what is there, as far as that can be done
+  ~PartialFile();  // saves what is there, as far as that can be done
 
   const std::string& path() const { return path_; }
   int fd() const { return fd_; }
@@ -43,14 +43,15 @@ class PartialFile {
   // Bytes to the disk, then the state. Throws Error(kIo).
   void save();
 
-  // All bytes are there: to the disk, and to this place in the same file system. The object is done with then, but keeps
-  // the lock. Throws Error(kIo).
+  // All bytes are there: to the disk, and to this place in the same file system. The object is done with then, but
+  // keeps the lock. Throws Error(kIo).
   void move_to(const std::string& place);
   // Removes file and state: the bytes are wrong.
   void discard();
 
  private:
-  PartialFile(std::string path, std::string state_path, int fd) : path_(std::move(path)), state_path_(std::move(state_path)), fd_(fd) {}
+  PartialFile(std::string path, std::string state_path, int fd)
+      : path_(std::move(path)), state_path_(std::move(state_path)), fd_(fd) {}
   void load();
 
   std::string path_, state_path_;
@@ -59,7 +60,7 @@ class PartialFile {
   std::optional<int64_t> size_;
   std::string validator_;
   std::chrono::steady_clock::time_point saved_at_ = std::chrono::steady_clock::now();
-  bool is_gone_ = false;   // moved or discarded
+  bool is_gone_ = false;  // moved or discarded
 };
 
 }  // namespace beryl

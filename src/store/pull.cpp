@@ -15,14 +15,18 @@ namespace beryl {
 namespace {
 
 constexpr size_t kMaxListingBytes = 64 << 20;
-constexpr double kLockSeconds = 0.2;       // between looks at a lock that another process holds
+constexpr double kLockSeconds = 0.2;  // between looks at a lock that another process holds
 
 [[noreturn]] void fail(ErrorCode code, const std::string& message) { throw Error(code, message); }
 
 // A file's name as a model's name.
 std::string name_like(std::string_view text) {
   std::string name;
-  for (const char c : text.substr(0, 150)) name += std::isalnum(static_cast<unsigned char>(c)) != 0 || std::string_view("._-").find(c) != std::string_view::npos ? c : '-';
+  for (const char c : text.substr(0, 150))
+    name +=
+        std::isalnum(static_cast<unsigned char>(c)) != 0 || std::string_view("._-").find(c) != std::string_view::npos
+            ? c
+            : '-';
   while (!name.empty() && std::isalnum(static_cast<unsigned char>(name.front())) == 0) name.erase(0, 1);
   return name.empty() ? "model" : name;
 }
@@ -41,9 +45,12 @@ class Pull {
     result.is_cancelled = true;
     if (!(source_.is_hub ? list_hub() : list_address())) return result;
     if (!options_.sha256.empty()) {
-      if (remote_.size() != 1) fail(ErrorCode::kBadInput, fmt::format("--sha256 is the digest of one file, but {} are to be fetched", remote_.size()));
+      if (remote_.size() != 1)
+        fail(ErrorCode::kBadInput,
+             fmt::format("--sha256 is the digest of one file, but {} are to be fetched", remote_.size()));
       if (!remote_[0].sha256.empty() && remote_[0].sha256 != options_.sha256)
-        fail(ErrorCode::kBadInput, fmt::format("{}: --sha256 is {}, the hub lists {}", model_.name, options_.sha256, remote_[0].sha256));
+        fail(ErrorCode::kBadInput,
+             fmt::format("{}: --sha256 is {}, the hub lists {}", model_.name, options_.sha256, remote_[0].sha256));
       remote_[0].sha256 = options_.sha256;
       remote_[0].is_checked = true;
       model_.files[0].sha256 = options_.sha256;
@@ -67,7 +74,8 @@ class Pull {
       if (!has_anything()) store_.abandon(model_);
       return result;
     }
-    result.is_verified = std::all_of(remote_.begin(), remote_.end(), [](const RemoteFile& file) { return file.is_checked; });
+    result.is_verified =
+        std::all_of(remote_.begin(), remote_.end(), [](const RemoteFile& file) { return file.is_checked; });
     try {
       store_.finish(model_, [&](const std::string& path) {
         return model_.format = options_.check ? options_.check(path, result.is_verified) : "";
@@ -87,13 +95,16 @@ class Pull {
   bool list_hub() {
     const std::string repository = escaped_path(source_.repository_path());
     const std::string base = options_.hub + "/" + repository;
-    const std::string listing_url = fmt::format("{}/api/models/{}/revision/{}?blobs=true", options_.hub, repository, escaped_path(source_.revision));
+    const std::string listing_url = fmt::format("{}/api/models/{}/revision/{}?blobs=true", options_.hub, repository,
+                                                escaped_path(source_.revision));
     const auto text = downloader_.fetch_text(listing_url, kMaxListingBytes);
     if (!text) return false;
     const HubListing listing = parse_listing(shown_url(listing_url), *text);
     // All files of one commit, whatever is published meanwhile.
     const std::string revision = listing.commit.empty() ? source_.revision : listing.commit;
-    const auto url_of = [&](std::string_view path) { return fmt::format("{}/resolve/{}/{}", base, escaped_path(revision), escaped_path(path)); };
+    const auto url_of = [&](std::string_view path) {
+      return fmt::format("{}/resolve/{}/{}", base, escaped_path(revision), escaped_path(path));
+    };
     std::set<std::string> shards;
     if (needs_index(source_, listing)) {
       const auto index = downloader_.fetch_text(url_of(kShardIndex), kMaxListingBytes);
@@ -109,7 +120,8 @@ class Pull {
     for (const HubFile& file : selection.files) {
       StoredFile stored{last_part(file.path), file.bytes, file.sha256, file.git_sha1, {}};
       RemoteFile remote{url_of(file.path), file.bytes, file.sha256, !file.sha256.empty() || !file.git_sha1.empty()};
-      stored.partial_key = !file.sha256.empty() ? "sha256-" + file.sha256 : "url-" + sha256_of(remote.url + file.git_sha1).substr(0, 32);
+      stored.partial_key =
+          !file.sha256.empty() ? "sha256-" + file.sha256 : "url-" + sha256_of(remote.url + file.git_sha1).substr(0, 32);
       model_.files.push_back(std::move(stored));
       remote_.push_back(std::move(remote));
     }
@@ -128,11 +140,13 @@ class Pull {
       names.clear();
       const size_t path_end = std::min(source_.url.find_first_of("?#"), source_.url.size());
       const size_t begin = source_.url.rfind(split_part(*split, split->number).substr(split->stem.size()), path_end);
-      if (begin == std::string::npos) fail(ErrorCode::kBadInput, fmt::format("{}: cannot tell the addresses of its other parts", shown));
+      if (begin == std::string::npos)
+        fail(ErrorCode::kBadInput, fmt::format("{}: cannot tell the addresses of its other parts", shown));
       for (int number = 1; number <= split->count; ++number) {
         const std::string part = split_part(*split, number);
         names.push_back(part);
-        urls.push_back(std::string(source_.url).replace(begin, part.size() - split->stem.size(), part.substr(split->stem.size())));
+        urls.push_back(
+            std::string(source_.url).replace(begin, part.size() - split->stem.size(), part.substr(split->stem.size())));
       }
     }
     model_.source = shown;
@@ -150,11 +164,13 @@ class Pull {
     const std::optional<StoredModel> earlier = store_.earlier(model_.name);
     if (!earlier) return;
     if (earlier->source != model_.source)
-      fail(ErrorCode::kBadInput, fmt::format("the name {} is that of the model from {}; give this one another with --name, or remove that with 'beryl rm'",
+      fail(ErrorCode::kBadInput, fmt::format("the name {} is that of the model from {}; give this one another with "
+                                             "--name, or remove that with 'beryl rm'",
                                              quote(model_.name), earlier->source));
     for (StoredFile& file : model_.files)
       for (const StoredFile& old : earlier->files)
-        if (file.sha256.empty() && !file.git_sha1.empty() && old.git_sha1 == file.git_sha1 && old.bytes == file.bytes && store_.has_blob(old))
+        if (file.sha256.empty() && !file.git_sha1.empty() && old.git_sha1 == file.git_sha1 && old.bytes == file.bytes &&
+            store_.has_blob(old))
           file.sha256 = old.sha256;
   }
 
@@ -167,8 +183,9 @@ class Pull {
       needed -= std::min(file.bytes, PartialFile::saved_bytes(store_.partial_folder(), file.partial_key));
     }
     if (const int64_t free = free_bytes(store_.folder()); needed > free)
-      fail(ErrorCode::kIo, fmt::format("{}: {:.2f} GB are needed for {}, {:.2f} GB are free", store_.folder(), static_cast<double>(needed) / 1e9,
-                                       model_.name, static_cast<double>(free) / 1e9));
+      fail(ErrorCode::kIo,
+           fmt::format("{}: {:.2f} GB are needed for {}, {:.2f} GB are free", store_.folder(),
+                       static_cast<double>(needed) / 1e9, model_.name, static_cast<double>(free) / 1e9));
   }
 
   // False: cancelled.
@@ -186,7 +203,8 @@ class Pull {
     return true;
   }
 
-  // What has been there for a while is compared again, so that a pull repairs what a disk has damaged. False: cancelled.
+  // What has been there for a while is compared again, so that a pull repairs what a disk has damaged. False:
+  // cancelled.
   bool check_blob(const StoredFile& file) {
     std::array<Digest, 1> digests = {Digest::sha256()};
     if (!add_digests(store_.open_blob(file).get(), file, file.bytes, digests)) return false;
@@ -220,11 +238,12 @@ class Pull {
     std::optional<PartialFile> partial;
     const auto is_ours = [&] {
       if (store_.has_blob(file)) return true;
-      if (auto opened = PartialFile::open(store_.partial_folder(), file.partial_key)) partial.emplace(std::move(*opened));
+      if (auto opened = PartialFile::open(store_.partial_folder(), file.partial_key))
+        partial.emplace(std::move(*opened));
       return partial.has_value();
     };
     if (!wait_for(is_ours, file.name)) return false;
-    if (store_.has_blob(file)) return true;   // another pull has put it there
+    if (store_.has_blob(file)) return true;  // another pull has put it there
     if (!downloader_.fetch(remote, *partial)) return false;
     partial->save();
 
@@ -247,18 +266,22 @@ class Pull {
     });
   }
 
-  static void compare(PartialFile& partial, const StoredFile& file, const std::string& expected, const std::string& got, std::string_view kind) {
+  static void compare(PartialFile& partial, const StoredFile& file, const std::string& expected, const std::string& got,
+                      std::string_view kind) {
     if (expected.empty() || expected == got) return;
     partial.discard();
-    fail(ErrorCode::kBadInput, fmt::format("{}: came with the {} {}, expected {}: it was damaged on the way or is another file; it was thrown away, and the same command fetches it anew", file.name,
-                                           kind, got, expected));
+    fail(ErrorCode::kBadInput, fmt::format("{}: came with the {} {}, expected {}: it was damaged on the way or is "
+                                           "another file; it was thrown away, and the same command fetches it anew",
+                                           file.name, kind, got, expected));
   }
 
   void show_fetching(int64_t have, std::optional<int64_t> all) {
     if (!options_.on_progress) return;
     PullProgress progress{PullStage::kFetching, current_->name, done_bytes_ + have, 0};
     for (const StoredFile& file : model_.files) {
-      const std::optional<int64_t> bytes = &file == current_ ? all : file.bytes < 0 ? std::nullopt : std::optional(file.bytes);
+      const std::optional<int64_t> bytes = &file == current_ ? all
+                                           : file.bytes < 0  ? std::nullopt
+                                                             : std::optional(file.bytes);
       progress.all_bytes = progress.all_bytes && bytes ? std::optional(*progress.all_bytes + *bytes) : std::nullopt;
     }
     options_.on_progress(progress);
@@ -267,12 +290,12 @@ class Pull {
   Store& store_;
   const ModelSource& source_;
   PullOptions options_;
-  Downloader downloader_;                 // refers to options_.download
+  Downloader downloader_;  // refers to options_.download
   StoredModel model_;
-  std::vector<RemoteFile> remote_;        // [files]
+  std::vector<RemoteFile> remote_;  // [files]
   std::vector<std::string> others_;
   const StoredFile* current_ = nullptr;
-  int64_t done_bytes_ = 0;                // of the files before the current one
+  int64_t done_bytes_ = 0;  // of the files before the current one
 };
 
 }  // namespace

@@ -49,7 +49,7 @@ class RangeSet {
     return size == 0 || (!ends_.empty() && ends_.begin()->first == 0 && ends_.begin()->second >= size);
   }
   void clear() { ends_.clear(); }
-  const std::map<int64_t, int64_t>& ends() const { return ends_; }   // begin -> end
+  const std::map<int64_t, int64_t>& ends() const { return ends_; }  // begin -> end
 
  private:
   std::map<int64_t, int64_t> ends_;

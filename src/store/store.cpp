@@ -47,14 +47,22 @@ std::string encoded(const std::string& name) {
 std::string to_json(const StoredModel& model) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
   for (const StoredFile& file : model.files)
-    files.push_back({{"name", file.name}, {"bytes", file.bytes}, {"sha256", file.sha256}, {"git_sha1", file.git_sha1}, {"partial", file.partial_key}});
-  const nlohmann::ordered_json root = {
-      {"name", model.name}, {"source", model.source}, {"format", model.format}, {"is_folder", model.is_folder}, {"files", files}};
+    files.push_back({{"name", file.name},
+                     {"bytes", file.bytes},
+                     {"sha256", file.sha256},
+                     {"git_sha1", file.git_sha1},
+                     {"partial", file.partial_key}});
+  const nlohmann::ordered_json root = {{"name", model.name},
+                                       {"source", model.source},
+                                       {"format", model.format},
+                                       {"is_folder", model.is_folder},
+                                       {"files", files}};
   return root.dump(2, ' ', true, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
 bool is_file_name(const std::string& name) {
-  return !name.empty() && name.front() != '.' && name.size() <= 255 && name.find('/') == name.npos && name.find('\0') == name.npos;
+  return !name.empty() && name.front() != '.' && name.size() <= 255 && name.find('/') == name.npos &&
+         name.find('\0') == name.npos;
 }
 
 // Empty: there is no such file. Throws Error(kBadInput) when it is none of ours.
@@ -75,8 +83,10 @@ std::optional<StoredModel> read_manifest(const std::string& path) {
       file.sha256 = entry.at("sha256").get<std::string>();
       file.git_sha1 = entry.at("git_sha1").get<std::string>();
       file.partial_key = entry.at("partial").get<std::string>();
-      if (!is_file_name(file.name) || (!file.sha256.empty() && !is_hex(file.sha256, 64)) || !is_file_name(file.partial_key))
-        throw Error(ErrorCode::kBadInput, fmt::format("{}: holds the file {}, which no pull wrote", path, quote(file.name)));
+      if (!is_file_name(file.name) || (!file.sha256.empty() && !is_hex(file.sha256, 64)) ||
+          !is_file_name(file.partial_key))
+        throw Error(ErrorCode::kBadInput,
+                    fmt::format("{}: holds the file {}, which no pull wrote", path, quote(file.name)));
       model.files.push_back(std::move(file));
     }
   } catch (const nlohmann::json::exception&) {
@@ -91,7 +101,8 @@ std::optional<StoredModel> read_manifest(const std::string& path) {
 std::vector<std::string> names_in(const std::string& folder) {
   std::vector<std::string> names;
   std::error_code failure;
-  for (fs::directory_iterator entry(folder, failure); !failure && entry != fs::directory_iterator(); entry.increment(failure))
+  for (fs::directory_iterator entry(folder, failure); !failure && entry != fs::directory_iterator();
+       entry.increment(failure))
     names.push_back(entry->path().filename().string());
   std::sort(names.begin(), names.end());
   return names;
@@ -110,7 +121,10 @@ size_t edit_distance(std::string_view a, std::string_view b) {
     size_t diagonal = row[0];
     row[0] = i;
     for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (std::tolower(static_cast<unsigned char>(a[i - 1])) == std::tolower(static_cast<unsigned char>(b[j - 1])) ? 0 : 1);
+      const size_t replaced = diagonal + (std::tolower(static_cast<unsigned char>(a[i - 1])) ==
+                                                  std::tolower(static_cast<unsigned char>(b[j - 1]))
+                                              ? 0
+                                              : 1);
       diagonal = row[j];
       row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
     }
@@ -168,7 +182,9 @@ std::string StoredModel::digest() const {
 }
 
 bool is_model_name(const std::string& name) {
-  const auto is_good = [](unsigned char c) { return std::isalnum(c) != 0 || (c != 0 && std::strchr("._:/@+-", c) != nullptr); };
+  const auto is_good = [](unsigned char c) {
+    return std::isalnum(c) != 0 || (c != 0 && std::strchr("._:/@+-", c) != nullptr);
+  };
   return !name.empty() && name.size() <= 160 && std::isalnum(static_cast<unsigned char>(name.front())) != 0 &&
          std::all_of(name.begin(), name.end(), is_good);
 }
@@ -176,9 +192,11 @@ bool is_model_name(const std::string& name) {
 std::string Store::default_folder() {
   if (const char* folder = std::getenv("BERYL_STORE"); folder != nullptr && *folder != '\0') return folder;
   // A relative XDG_DATA_HOME is to be ignored, says its specification.
-  if (const char* folder = std::getenv("XDG_DATA_HOME"); folder != nullptr && *folder == '/') return std::string(folder) + "/beryl";
+  if (const char* folder = std::getenv("XDG_DATA_HOME"); folder != nullptr && *folder == '/')
+    return std::string(folder) + "/beryl";
   const char* home = std::getenv("HOME");
-  if (home == nullptr || *home == '\0') throw Error(ErrorCode::kBadInput, "there is no place for models: neither BERYL_STORE nor HOME is set");
+  if (home == nullptr || *home == '\0')
+    throw Error(ErrorCode::kBadInput, "there is no place for models: neither BERYL_STORE nor HOME is set");
   return std::string(home) + "/.local/share/beryl";
 }
 
@@ -215,9 +233,11 @@ std::vector<StoreEntry> Store::list(std::vector<std::string>& warnings) const {
     entry.fetched_bytes = entry.is_complete ? entry.model.bytes() : 0;
     if (!entry.is_complete)
       for (const StoredFile& file : entry.model.files)
-        entry.fetched_bytes += has_blob(file) ? file.bytes : stored_bytes(partial_folder() + "/" + file.partial_key + ".part");
+        entry.fetched_bytes +=
+            has_blob(file) ? file.bytes : stored_bytes(partial_folder() + "/" + file.partial_key + ".part");
   }
-  std::stable_sort(found.begin(), found.end(), [](const StoreEntry& a, const StoreEntry& b) { return a.model.name < b.model.name; });
+  std::stable_sort(found.begin(), found.end(),
+                   [](const StoreEntry& a, const StoreEntry& b) { return a.model.name < b.model.name; });
   return found;
 }
 
@@ -258,7 +278,9 @@ std::vector<std::string> Store::near(const std::string& name) const {
 Removed Store::remove(const std::string& name) {
   std::vector<std::string> ignored;
   std::error_code failure;
-  if (!fs::exists(folder_, failure)) throw Error(ErrorCode::kBadInput, fmt::format("there is no model {}: the store {} is not there", quote(name), folder_));
+  if (!fs::exists(folder_, failure))
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("there is no model {}: the store {} is not there", quote(name), folder_));
   const OpenFile locked = lock();
   // A name may have both a complete model and an unfinished pull of a newer one.
   const std::vector<StoreEntry> all = entries(ignored);
@@ -268,13 +290,16 @@ Removed Store::remove(const std::string& name) {
   const StoreEntry* entry = the_one(fitting, name);
   if (entry == nullptr) {
     const std::vector<std::string> alike = near(name);
-    throw Error(ErrorCode::kBadInput, fmt::format("there is no model {}{}", quote(name), alike.empty() ? "; 'beryl list' tells what there is" : fmt::format("; near: {}", fmt::join(alike, ", "))));
+    throw Error(ErrorCode::kBadInput, fmt::format("there is no model {}{}", quote(name),
+                                                  alike.empty() ? "; 'beryl list' tells what there is"
+                                                                : fmt::format("; near: {}", fmt::join(alike, ", "))));
   }
   Removed removed{entry->model.name, 0};
   make_folders(folder_ + "/incomplete");
   const std::optional<OpenFile> claimed = claim(removed.name);
   if (!claimed) throw Error(ErrorCode::kBadInput, fmt::format("{} is being fetched right now", quote(removed.name)));
-  if (!fs::remove_all(model_folder(removed.name), failure) && failure) fail_io(model_folder(removed.name), "cannot remove", failure.value());
+  if (!fs::remove_all(model_folder(removed.name), failure) && failure)
+    fail_io(model_folder(removed.name), "cannot remove", failure.value());
   ::unlink(incomplete_path(removed.name, ".json").c_str());
   removed.freed_bytes = collect();
   remove_claim(removed.name);
@@ -308,7 +333,8 @@ int64_t Store::collect() {
   }
   // ".PID-NAME": of a run that was killed while it put a model there.
   for (const std::string& name : names_in(folder_ + "/models"))
-    if (const int pid = name.starts_with('.') ? std::atoi(name.c_str() + 1) : 0; pid > 0 && ::kill(pid, 0) != 0 && errno == ESRCH) {
+    if (const int pid = name.starts_with('.') ? std::atoi(name.c_str() + 1) : 0;
+        pid > 0 && ::kill(pid, 0) != 0 && errno == ESRCH) {
       std::error_code ignored;
       fs::remove_all(folder_ + "/models/" + name, ignored);
     }
@@ -355,7 +381,7 @@ void Store::remove_blob(const StoredFile& file) { ::unlink(blob_path(file.sha256
 
 void Store::add_blob(const StoredModel& model, PartialFile& partial, const StoredFile& file) {
   const OpenFile locked = lock();
-  write_small_file(incomplete_path(model.name, ".json"), to_json(model));   // before there is a blob that nobody means
+  write_small_file(incomplete_path(model.name, ".json"), to_json(model));  // before there is a blob that nobody means
   partial.move_to(blob_path(file.sha256));
 }
 
