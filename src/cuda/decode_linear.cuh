@@ -1,5 +1,5 @@
 // The linear phase of the decode kernel: y = epilogue(W · norm(x)) for 1 to 8 rows of x. x (decode_linear_block.cuh, decode_short.cuh),
-// products (decode_multiply.cuh), then the block adds its warps' sums in order and stores y.
+// products (decode_multiply.cuh), then the block adds its warps' sums in order and stores y (decode_finish.cuh).
 #pragma once
 
 #include "cuda/decode_finish.cuh"

@@ -1,4 +1,4 @@
-// The linear phase of the decode kernel for one block: its x from other blocks' rows to digits in shared memory, and its sums to y.
+// The x of a linear phase of the decode kernel: from other blocks' rows to digits in shared memory.
 //
 // Warp (k, r) multiplies two neighbouring column tiles of row tile r of each unit in each chunk (matvec_layout.h): so it
 // needs 256 columns of x in a chunk, which it fetches, norms and cuts into digits (codec.cuh) by itself. Nobody waits for a norm:
@@ -7,7 +7,8 @@
 //
 // Nearly all of the time between two phases is executing instructions one after the other, so what runs once a phase is
 // written for few of them in a row: no division, values of several rows (or chunks) side by side, the number of rows
-// known to the compiler where it is 1 (kRows: 1, or up to 4 or 8). The usual case has a path of its own: decode_short.cuh.
+// known to the compiler where it is 1 (kRows: 1, or up to 4 or 8). The usual case has a path of its own: decode_short.cuh. How long
+// the last block takes from its last value to its first product is what everybody waits for (docs/performance.md).
 #pragma once
 
 #include "cuda/decode_block.cuh"

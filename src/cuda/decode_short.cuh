@@ -1,5 +1,5 @@
 // The x of a linear phase by the short path, which nearly every phase of a model in FP4 or Q4_0 takes: units of one row tile,
-// 256 columns for each warp that has a tile, digits that are integers and need no sums, up to 4 rows (LinearPhase::short_path).
+// 256 columns for each warp that has a tile, digits that are integers and need no sums, up to 4 rows (kShortX).
 // What remains is straight-line code with all loads side by side; the results are those of LinearBlock, bit for bit.
 #pragma once
 
