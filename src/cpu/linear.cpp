@@ -87,8 +87,8 @@ void quantize(const float* x, int64_t x_stride, const int32_t* rows, const RowNo
       const float inverse = 127.0f / largest;
       group.scale = largest / 127.0f;
       group.low_sum = quantize16(low, inverse, flip, to);
-      group.high_sum = quantize16(high, inverse, flip, to + 16);
-      group.scaled_sum = group.scale * static_cast<float>(group.low_sum + group.high_sum);
+      group.sum = group.low_sum + quantize16(high, inverse, flip, to + 16);
+      group.scaled_sum = group.scale * static_cast<float>(group.sum);
     }
   }
 }
@@ -261,27 +261,28 @@ void run_packed(const Product& product, const IntegerKernels& kernels, int64_t r
   const int n_parts = product.up == nullptr ? 1 : 2;
   const HostMatrix* weights[2] = {product.weight, product.up};
   const PackedMatrix* packed[2] = {product.packed, product.packed_up};
-  const int64_t n_rows = row_end - row_begin, first_tile = row_begin / kTileRows;
-  const int64_t n_tiles = (n_rows + kTileRows - 1) / kTileRows;
+  const int64_t n_rows = row_end - row_begin;
   if (product.has_few_tokens()) {
     const int n_tokens = static_cast<int>(x.n_tokens);
     for (int part = 0; part < n_parts; ++part)
-      for (int64_t i = 0; i < n_tiles; ++i)
-        kernels.multiply_few(weights[part]->format, packed[part]->tile(product.expert, first_tile + i), x, 0, n_tokens,
-                             z[part] + i * kTileRows, kMaxItemRows);
+      for (int64_t r = 0; r < n_rows; r += kTileRows)
+        kernels.multiply_few(weights[part]->format, packed[part]->tile(product.expert, (row_begin + r) / kTileRows), x, 0, n_tokens,
+                             z[part] + r, kMaxItemRows);
     return finish(product, row_begin, n_rows, 0, n_tokens, z[0], z[1]);
   }
-  const int64_t expanded_bytes = expanded_tile_bytes(x.cols);
-  const auto expanded = [&](int part, int64_t i) { return panel + (part * n_tiles + i) * expanded_bytes; };
+  const int64_t n_strips = (n_rows + kStripRows - 1) / kStripRows, first_strip = row_begin / kStripRows;
+  const int64_t expanded_bytes = expanded_strip_bytes(x.cols);
+  const auto expanded = [&](int part, int64_t i) { return panel + (part * n_strips + i) * expanded_bytes; };
   for (int part = 0; part < n_parts; ++part)
-    for (int64_t i = 0; i < n_tiles; ++i)
-      kernels.expand(weights[part]->format, packed[part]->tile(product.expert, first_tile + i), x.cols, expanded(part, i));
+    for (int64_t i = 0; i < n_strips; ++i)
+      kernels.expand(weights[part]->format, packed[part]->tile(product.expert, (first_strip + i) / kStrips),
+                     static_cast<int>((first_strip + i) % kStrips), x.cols, expanded(part, i));
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int64_t first_token = tile * kQuantizedTokenTile;
     const int n_tokens = static_cast<int>(std::min<int64_t>(kQuantizedTokenTile, x.n_tokens - first_token));
     for (int part = 0; part < n_parts; ++part)
-      for (int64_t i = 0; i < n_tiles; ++i)
-        kernels.multiply_many(weights[part]->format, expanded(part, i), x, first_token, n_tokens, z[part] + i * kTileRows,
+      for (int64_t i = 0; i < n_strips; ++i)
+        kernels.multiply_many(weights[part]->format, expanded(part, i), x, first_token, n_tokens, z[part] + i * kStripRows,
                               kMaxItemRows);
     finish(product, row_begin, n_rows, first_token, n_tokens, z[0], z[1]);
   }
@@ -314,12 +315,12 @@ int64_t max_panel_rows(int64_t cols, bool gated) {
 }
 
 int64_t max_expanded_rows(int64_t cols, bool gated) {
-  const int64_t tile_bytes = expanded_tile_bytes(cols) * (gated ? 2 : 1);
-  return std::clamp<int64_t>(kExpandedBytes / tile_bytes * kTileRows, kTileRows, kMaxItemRows);
+  const int64_t strip_bytes = expanded_strip_bytes(cols) * (gated ? 2 : 1);
+  return std::clamp<int64_t>(kExpandedBytes / strip_bytes * kStripRows, kStripRows, kMaxItemRows);
 }
 
 int64_t expanded_floats(int64_t cols, bool gated) {
-  return max_expanded_rows(cols, gated) / kTileRows * expanded_tile_bytes(cols) * (gated ? 2 : 1) / 4;
+  return max_expanded_rows(cols, gated) / kStripRows * expanded_strip_bytes(cols) * (gated ? 2 : 1) / 4;
 }
 
 int64_t panel_floats(int64_t cols, bool gated) {
@@ -341,7 +342,7 @@ void run_product(const Product& product, int64_t row_begin, int64_t row_end, int
                  float* panel) {
   BERYL_CHECK(row_end - row_begin <= kMaxItemRows, "rows of one item");
   if (product.packed != nullptr) {
-    BERYL_CHECK(row_begin % kTileRows == 0, "packed rows come in whole tiles");
+    BERYL_CHECK(row_begin % product.row_tile() == 0, "packed rows come in whole tiles or strips");
     return HWY_DYNAMIC_DISPATCH(run_packed)(product, integer_kernels(), row_begin, row_end, tile_begin, tile_end,
                                             reinterpret_cast<uint8_t*>(panel));
   }

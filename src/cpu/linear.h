@@ -71,7 +71,8 @@ struct Product {
   int64_t n_tokens() const { return packed == nullptr ? x.n_tokens : quantized.n_tokens; }
   int token_tile() const { return packed == nullptr ? kTokenTile : kQuantizedTokenTile; }
   int64_t n_token_tiles() const { return (n_tokens() + token_tile() - 1) / token_tile(); }
-  int row_tile() const { return packed == nullptr ? kRowTile : kTileRows; }
+  // What blocks of rows are multiples of.
+  int row_tile() const { return packed == nullptr ? kRowTile : has_few_tokens() ? kTileRows : kStripRows; }
   bool has_few_tokens() const { return n_tokens() <= kFewTokens; }
 };
 static_assert(kFewTokens == kFewQuantizedTokens && kMaxItemRows % kTileRows == 0);
@@ -85,7 +86,7 @@ int64_t expanded_floats(int64_t cols, bool gated);
 
 // Rows [row_begin, row_end) of y for the tokens of tiles [tile_begin, tile_end). At most kMaxItemRows rows, and where
 // n_tokens > kFewTokens at most max_panel_rows (max_expanded_rows). Of packed products row_begin is a multiple of
-// kTileRows. panel is not used when n_tokens <= kFewTokens.
+// row_tile(). panel is not used when n_tokens <= kFewTokens.
 void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
                  float* panel);
 
