@@ -65,12 +65,12 @@ struct IntegerKernels {
                         int n_tokens, float* z, int64_t z_stride);
 };
 
-// Of the target that simd.h has chosen: AVX-512 with VNNI, AVX-512, AVX2, NEON with dot products, else plain C++.
+// Of the target that simd.h has chosen: AVX-512 with VNNI (and VBMI), AVX-512, AVX2, NEON with dot products, else plain C++.
 const IntegerKernels& integer_kernels();
 
 extern const IntegerKernels kPortableIntegerKernels;
 #if defined(__x86_64__)
-extern const IntegerKernels kAvx2IntegerKernels, kAvx512IntegerKernels, kAvx512VnniIntegerKernels;
+extern const IntegerKernels kAvx2IntegerKernels, kAvx512IntegerKernels, kAvx512VnniIntegerKernels, kAvx512VbmiIntegerKernels;
 #elif defined(__aarch64__)
 extern const IntegerKernels kNeonDotIntegerKernels;
 #endif

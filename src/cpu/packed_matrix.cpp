@@ -1,9 +1,12 @@
 #include "cpu/packed_matrix.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "base/error.h"
+#include "base/float_formats.h"
+#include "cpu/bf16_dot.h"
 #include "weights/blocks.h"
 #include "weights/decode.h"
 
@@ -176,6 +179,16 @@ void pack_fp4_g128(const uint8_t* row, const uint8_t* row_scales, int64_t cols, 
     std::memcpy(to.block_head(4 * i) + 32 * to.strip + 2 * to.lane, row_scales + 2 * i, 2);
 }
 
+void pack_bf16(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t pair = 0; pair < (cols + 1) / 2; ++pair) {
+    uint32_t bits = load_as<uint16_t>(row + 4 * pair);
+    if (2 * pair + 1 < cols) bits |= uint32_t{load_as<uint16_t>(row + 4 * pair + 2)} << 16;
+    for (const int shift : {0, 16})
+      if (std::abs(bf16_to_f32(static_cast<uint16_t>(bits >> shift))) < kSmallestBf16) bits &= 0xffff0000u >> shift;
+    std::memcpy(to.group_head(pair / 16) + (pair % 16 * kStrips + to.strip) * 64 + 4 * to.lane, &bits, 4);
+  }
+}
+
 void pack_row(Format format, const uint8_t* row, const uint8_t* row_scales, int64_t cols, const RowTarget& to) {
   switch (format) {
     case Format::kQ4_0:
@@ -203,13 +216,14 @@ void pack_row(Format format, const uint8_t* row, const uint8_t* row_scales, int6
     case Format::kMxfp4: return pack_mxfp4(row, cols, to);
     case Format::kNvfp4: return pack_nvfp4(row, cols, to);
     case Format::kFp4G128: return pack_fp4_g128(row, row_scales, cols, to);
-    default: BERYL_CHECK(false, "a format of integer codes");
+    case Format::kBf16: return pack_bf16(row, cols, to);
+    default: BERYL_CHECK(false, "a format that is packed");
   }
 }
 
 }  // namespace
 
-int64_t packed_tile_bytes(Format format, int64_t cols) { return packed_layout(format).tile_bytes(cols / kGroupCols); }
+int64_t packed_tile_bytes(Format format, int64_t cols) { return packed_layout(format).tile_bytes((cols + kGroupCols - 1) / kGroupCols); }
 
 int64_t packed_bytes(const HostMatrix& matrix) {
   return matrix.stack * ((matrix.rows + kTileRows - 1) / kTileRows) * packed_tile_bytes(matrix.format, matrix.cols);
@@ -217,7 +231,8 @@ int64_t packed_bytes(const HostMatrix& matrix) {
 
 void pack_tile(const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* to) {
   const int64_t row_begin = tile * kTileRows, n_rows = std::min<int64_t>(kTileRows, matrix.rows - row_begin);
-  if (n_rows < kTileRows) std::memset(to, 0, static_cast<size_t>(packed_tile_bytes(matrix.format, matrix.cols)));
+  if (n_rows < kTileRows || matrix.cols % kGroupCols != 0)
+    std::memset(to, 0, static_cast<size_t>(packed_tile_bytes(matrix.format, matrix.cols)));
   const auto* codes = reinterpret_cast<const uint8_t*>(matrix.codes) + expert * matrix.stack_stride_bytes;
   const auto* scales = matrix.scales == nullptr
                            ? nullptr

@@ -1,4 +1,4 @@
-// Weights of the integer formats as the integer kernels read them: 32 rows side by side.
+// Weights of the integer formats, and BF16, as their kernels read them: 32 rows side by side.
 //
 // A tile holds 32 rows, two strips of 16. Its columns come in groups of 32; the codes of a group and strip are vectors of 64
 // bytes, in which lane r (4 bytes) holds consecutive columns of row r. So a dot instruction that adds four products of bytes to
@@ -9,6 +9,8 @@
 //     4 bits   4 vectors: vector v holds column 4 v + b in the low nibble, 16 + 4 v + b in the high one
 //     5 bits   as 4 bits, and 1 vector more: its bit v is the fifth bit of column 4 v + b
 //     6 bits   as 4 bits, and 2 more: bits 2 f, 2 f + 1 of vector h are the high bits of column 4 (4 h + f) + b
+//
+//   BF16       16 vectors: vector v holds columns 2 v and 2 v + 1; vector v of strip 1 lies behind that of strip 0
 //
 // Memory is read fastest as one stream without gaps and without steps back, so a tile is a row of blocks: what several groups share
 // (a block's head), then for each group its own scales (the group's head) and its codes, strip 0 before strip 1. Heads are whole
@@ -23,9 +25,10 @@
 //     MXFP4              2     E8M0[2 groups][2][16]
 //     NVFP4              1                                 a strip: UE4M3[2][16], for halves; NaN (0x7f) as 0
 //     FP4 g128           4     bf16[2][16]
+//     BF16               1
 //
 // As many bits a weight as in the file, but for the K formats, where scales of 6 bits take 8 (2.8 % of Q4_K). Codes are unsigned:
-// Q8_0's have their sign bit flipped. Rows behind the last are zeros.
+// Q8_0's have their sign bit flipped. Rows behind the last are zeros; columns too (BF16's rows need not be whole groups).
 #pragma once
 
 #include <cstddef>
@@ -63,9 +66,12 @@ constexpr PackedLayout packed_layout(Format format) {
     case Format::kQ6_K: return {384, 8, 64, 64};
     case Format::kMxfp4: return {256, 2, 64, 0};
     case Format::kFp4G128: return {256, 4, 64, 0};
+    case Format::kBf16: return {1024, 1, 0, 0};
     default: return {256, 1, 0, 64};   // Q4_0, NVFP4
   }
 }
+
+constexpr bool is_packable(Format format) { return has_integer_codes(format) || format == Format::kBf16; }
 
 struct PackedMatrix {
   const uint8_t* data = nullptr;   // [stack][tiles][tile_bytes], 64-byte aligned; null: not packed
@@ -76,7 +82,7 @@ struct PackedMatrix {
 };
 
 int64_t packed_tile_bytes(Format format, int64_t cols);
-// Bytes of the whole matrix, packed. Requires has_integer_codes.
+// Bytes of the whole matrix, packed. Requires is_packable.
 int64_t packed_bytes(const HostMatrix& matrix);
 
 // One tile of a matrix to `to` (packed_tile_bytes).
