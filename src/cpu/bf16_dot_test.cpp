@@ -56,7 +56,7 @@ struct Matrix {
     uint8_t* to = storage.data() + (64 - reinterpret_cast<size_t>(storage.data()) % 64) % 64;
     packed = {to, packed_tile_bytes(Format::kBf16, cols), (rows + kTileRows - 1) / kTileRows};
     for (int64_t i = 0; i < stack * packed.n_tiles; ++i)
-      pack_tile(matrix, i / packed.n_tiles, i % packed.n_tiles, to + i * packed.tile_bytes);
+      pack_tile(matrix, i / packed.n_tiles, i % packed.n_tiles, to + i * packed.tile_stride);
   }
   float weight(int64_t expert, int64_t r, int64_t c) const {
     const float w = bf16_to_f32(codes[static_cast<size_t>((expert * matrix.rows + r) * matrix.cols + c)]);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,7 @@ class PackingPlan {
  public:
   PackingPlan(const Program& program, CpuPrecision precision) {
     for (const WeightMatrix& matrix : program.weights->matrices) packs_.emplace_back(matrix.parts.size(), false);
+    pairs_.resize(packs_.size());
     if (precision == CpuPrecision::kExact) return;
     const auto pack = [&](MatrixRef ref, bool gated) {
       const WeightMatrix& matrix = program.matrix(ref);
@@ -60,6 +62,7 @@ class PackingPlan {
       for (size_t part = 0; part < matrix.parts.size(); ++part) packs[part] = is_packable(matrix.parts[part].format);
       const auto is_bf16 = [&](size_t part) { return matrix.parts[part].format == Format::kBf16; };
       if (gated && !(packs[0] && packs[1] && is_bf16(0) == is_bf16(1))) packs[0] = packs[1] = false;
+      pairs_[static_cast<size_t>(ref.index)] = gated && packs[0];
     };
     for (const Op& op : program.ops) {
       if (const auto* linear = std::get_if<Linear>(&op)) pack(linear->weight, is_gated(linear->epilogue));
@@ -67,6 +70,8 @@ class PackingPlan {
     }
   }
   bool packs(size_t matrix, size_t part) const { return packs_[matrix][part]; }
+  // Gate and up are read together, so their tiles take turns in one stream.
+  bool pairs(size_t matrix) const { return pairs_[matrix]; }
   int64_t bytes(const Program& program) const {
     int64_t sum = 0;
     for (size_t m = 0; m < packs_.size(); ++m)
@@ -77,6 +82,7 @@ class PackingPlan {
 
  private:
   std::vector<std::vector<bool>> packs_;   // [matrices][parts]
+  std::vector<bool> pairs_;                // [matrices]
 };
 
 constexpr const char* kPackedLabel = "weights, packed for products";
@@ -317,19 +323,30 @@ class CpuExecutor final : public HostExecutor<float> {
     for (size_t m = 0; m < program_.weights->matrices.size(); ++m) {
       const WeightMatrix& matrix = program_.weights->matrices[m];
       packed_.emplace_back(matrix.parts.size());
-      for (size_t i = 0; i < matrix.parts.size(); ++i) {
-        if (!packing_.packs(m, i)) continue;
-        const HostMatrix& part = matrix.parts[i];
-        const int64_t tile_bytes = packed_tile_bytes(part.format, part.cols), n_tiles = (part.rows + kTileRows - 1) / kTileRows;
-        packed_[m][i] = {to, tile_bytes, n_tiles};
+      const size_t n_together = packing_.pairs(m) ? 2 : 1;
+      for (size_t first = 0; first < matrix.parts.size(); first += n_together) {
+        if (!packing_.packs(m, first)) continue;
+        const std::span<const HostMatrix> parts = std::span(matrix.parts).subspan(first, n_together);
+        const int64_t n_tiles = (parts[0].rows + kTileRows - 1) / kTileRows;
+        int64_t stride = 0;
+        for (size_t i = 0; i < n_together; ++i) {
+          packed_[m][first + i] = {to + stride, 0, n_tiles};
+          stride += packed_tile_bytes(parts[i].format, parts[i].cols);
+        }
+        for (size_t i = 0; i < n_together; ++i) packed_[m][first + i].tile_stride = stride;
         constexpr int64_t kBytesWorthAThread = 1 << 20;
-        pool_.parallel_for(part.stack * n_tiles, std::max<int64_t>(1, kBytesWorthAThread / tile_bytes),
+        pool_.parallel_for(parts[0].stack * n_tiles, std::max<int64_t>(1, kBytesWorthAThread / stride),
                            [&](int64_t begin, int64_t end, int) {
-                             for (int64_t tile = begin; tile < end; ++tile)
-                               pack_tile(part, tile / n_tiles, tile % n_tiles, to + tile * tile_bytes);
-                             release_tiles(part, begin, end, n_tiles);
+                             for (int64_t tile = begin; tile < end; ++tile) {
+                               uint8_t* at = to + tile * stride;
+                               for (const HostMatrix& part : parts) {
+                                 pack_tile(part, tile / n_tiles, tile % n_tiles, at);
+                                 at += packed_tile_bytes(part.format, part.cols);
+                               }
+                             }
+                             for (const HostMatrix& part : parts) release_tiles(part, begin, end, n_tiles);
                            });
-        to += part.stack * n_tiles * tile_bytes;
+        to += parts[0].stack * n_tiles * stride;
       }
     }
     BERYL_CHECK(to == packed_weights_.data() + packed_weights_.bytes(), "all that was planned is packed");

@@ -6,7 +6,12 @@ struct Simd {
   static constexpr bool kUnsignedTokens = BERYL_VNNI;
   static constexpr int kWideOffset = BERYL_VNNI ? 128 : 0;
 
-  static Codes load(const uint8_t* from) { return _mm512_loadu_si512(from); }
+  // In the order of the program, which is that of the addresses: memory is read slower when compilers move loads about.
+  static Codes load(const uint8_t* from) {
+    Codes codes = _mm512_loadu_si512(from);
+    asm volatile("" : "+v"(codes));
+    return codes;
+  }
   static Codes low_nibbles(Codes c) { return _mm512_and_si512(c, _mm512_set1_epi8(0x0f)); }
   static Codes high_nibbles(Codes c) { return _mm512_and_si512(_mm512_srli_epi16(c, 4), _mm512_set1_epi8(0x0f)); }
   // codes | (bits << kShift & mask), a byte at a time; the mask keeps what crosses a byte out.

@@ -49,6 +49,14 @@ struct HalfScales {
     scale[0] = Simd::load_f16(group + 32 * strip);
   }
 };
+struct HalfScalesOfTwoGroups {
+  static constexpr int kHalves = 1;
+  static constexpr bool kHasMins = false;
+  static BERYL_INLINE NoHead head(const uint8_t*, int) { return {}; }
+  static BERYL_INLINE void load(NoHead, const uint8_t* block, const uint8_t*, int, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
+    scale[0] = Simd::load_f16(block + 32 * i);
+  }
+};
 struct HalfScalesAndMins {
   static constexpr int kHalves = 1;
   static constexpr bool kHasMins = true;
@@ -142,7 +150,7 @@ struct SixBits {
   }
 };
 struct EightBits {
-  using Scales = HalfScales;
+  using Scales = HalfScalesOfTwoGroups;
   static constexpr int kOffset = Simd::kWideOffset;
   static constexpr bool kWide = true;
   static BERYL_INLINE void codes(const uint8_t* from, Simd::Codes (&w)[8]) {
@@ -200,22 +208,25 @@ BERYL_INLINE Simd::Ints dot_some(Simd::Ints sum, const Simd::Codes* w, int begin
 
 constexpr int kGroupsAhead = 4;
 
+// One stream of a tile: all of its strips, or the one.
 template <class P, int kTokens>
-__attribute__((noinline)) void multiply_packed(const uint8_t* tile, const QuantizedTokens& x, int64_t first_token,
+__attribute__((noinline)) void multiply_packed(const uint8_t* stream, const QuantizedTokens& x, int64_t first_token,
                                                float* z, int64_t z_stride) {
+  constexpr int kTogether = P::kLayout.strips_together;
   using Scales = typename P::Scales;
   using Head = decltype(Scales::head(nullptr, 0));
   const int64_t n_groups = x.cols / kGroupCols;
   const int8_t* values = x.values + first_token * x.cols;
   const ActivationGroup* groups = x.groups + first_token * n_groups;
-  Simd::Floats sums[kStrips][kTokens];
+  Simd::Floats sums[kTogether][kTokens];
   for (auto& of_strip : sums)
     for (Simd::Floats& sum : of_strip) sum = Simd::set(0.0f);
-  const uint8_t* at = tile;
+  const uint8_t* at = stream;
   for (int64_t first = 0; first < n_groups; first += P::kLayout.block_groups) {
     const uint8_t* const block = at;
     at += P::kLayout.block_head_bytes;
-    const Head heads[kStrips] = {Scales::head(block, 0), Scales::head(block, 1)};
+    Head heads[kTogether];
+    for (int strip = 0; strip < kTogether; ++strip) heads[strip] = Scales::head(block, strip);
     const int n_in_block = n_groups - first < P::kLayout.block_groups ? static_cast<int>(n_groups - first)
                                                                       : P::kLayout.block_groups;
 #pragma GCC unroll 1
@@ -233,7 +244,7 @@ __attribute__((noinline)) void multiply_packed(const uint8_t* tile, const Quanti
         start[t][1] = Simd::set_int(Scales::kHalves == 1 ? 0 : -P::kOffset * (group.sum - group.low_sum));
       }
 #pragma GCC unroll 2
-      for (int strip = 0; strip < kStrips; ++strip) {
+      for (int strip = 0; strip < kTogether; ++strip) {
         Simd::Codes w[8];
         P::codes(at + P::kLayout.group_head_bytes + strip * P::kLayout.strip_code_bytes, w);
         Simd::Floats scale[2], min;
@@ -255,7 +266,7 @@ __attribute__((noinline)) void multiply_packed(const uint8_t* tile, const Quanti
       }
     }
   }
-  for (int strip = 0; strip < kStrips; ++strip)
+  for (int strip = 0; strip < kTogether; ++strip)
     for (int t = 0; t < kTokens; ++t) Simd::store(sums[strip][t], z + t * z_stride + kStripRows * strip);
 }
 
@@ -263,11 +274,15 @@ inline void multiply_few(Format format, const uint8_t* tile, const QuantizedToke
                          float* z, int64_t z_stride) {
   with_format(format, [&](auto policy) {
     using P = decltype(policy);
-    switch (n_tokens) {
-      case 1: return multiply_packed<P, 1>(tile, x, first_token, z, z_stride);
-      case 2: return multiply_packed<P, 2>(tile, x, first_token, z, z_stride);
-      case 3: return multiply_packed<P, 3>(tile, x, first_token, z, z_stride);
-      default: return multiply_packed<P, 4>(tile, x, first_token, z, z_stride);
+    for (int strip = 0; strip < kStrips; strip += P::kLayout.strips_together) {
+      const uint8_t* const stream = tile + (strip == 0 ? 0 : P::kLayout.stream_bytes(x.cols / kGroupCols));
+      float* const to = z + kStripRows * strip;
+      switch (n_tokens) {
+        case 1: multiply_packed<P, 1>(stream, x, first_token, to, z_stride); break;
+        case 2: multiply_packed<P, 2>(stream, x, first_token, to, z_stride); break;
+        case 3: multiply_packed<P, 3>(stream, x, first_token, to, z_stride); break;
+        default: multiply_packed<P, 4>(stream, x, first_token, to, z_stride);
+      }
     }
   });
 }
@@ -278,6 +293,10 @@ template <class P>
 __attribute__((noinline)) void expand_strip(const uint8_t* tile, int strip, int64_t cols, uint8_t* to) {
   using Scales = typename P::Scales;
   const int64_t n_groups = cols / kGroupCols;
+  if (P::kLayout.strips_together == 1) {
+    tile += strip * P::kLayout.stream_bytes(n_groups);
+    strip = 0;
+  }
   for (int64_t g = 0; g < n_groups; ++g, to += kExpandedGroupBytes) {
     const uint8_t* block = tile + g / P::kLayout.block_groups * P::kLayout.block_bytes();
     const int i = static_cast<int>(g % P::kLayout.block_groups);

@@ -41,7 +41,7 @@ struct PackedOwner {
     packed = {storage.data(), packed_tile_bytes(matrix.format, matrix.cols), (matrix.rows + kTileRows - 1) / kTileRows};
     for (int64_t expert = 0; expert < matrix.stack; ++expert)
       for (int64_t tile = 0; tile < packed.n_tiles; ++tile)
-        pack_tile(matrix, expert, tile, storage.data() + (expert * packed.n_tiles + tile) * packed.tile_bytes);
+        pack_tile(matrix, expert, tile, storage.data() + (expert * packed.n_tiles + tile) * packed.tile_stride);
   }
   Aligned<uint8_t> storage;
   PackedMatrix packed;

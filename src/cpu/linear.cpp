@@ -301,8 +301,8 @@ void run_packed(const Product& product, const IntegerKernels& kernels, int64_t r
   const int64_t n_rows = row_end - row_begin;
   if (product.has_few_tokens()) {
     const int n_tokens = static_cast<int>(x.n_tokens);
-    for (int part = 0; part < n_parts; ++part)
-      for (int64_t r = 0; r < n_rows; r += kTileRows)
+    for (int64_t r = 0; r < n_rows; r += kTileRows)   // in the order of the tiles in memory
+      for (int part = 0; part < n_parts; ++part)
         kernels.multiply_few(weights[part]->format, packed[part]->tile(product.expert, (row_begin + r) / kTileRows), x, 0, n_tokens,
                              z[part] + r, kMaxItemRows);
     return finish(product, row_begin, n_rows, 0, n_tokens, z[0], z[1]);
@@ -336,8 +336,8 @@ void run_bf16(const Product& product, const Bf16Kernels& kernels, int64_t row_be
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int64_t first_token = tile * kBf16TokenTile;
     const int n_tokens = static_cast<int>(std::min<int64_t>(kBf16TokenTile, x.n_tokens - first_token));
-    for (int part = 0; part < n_parts; ++part)
-      for (int64_t r = 0; r < n_rows; r += kTileRows)
+    for (int64_t r = 0; r < n_rows; r += kTileRows)
+      for (int part = 0; part < n_parts; ++part)
         kernels.multiply(packed[part]->tile(product.expert, (row_begin + r) / kTileRows), x, first_token, n_tokens, z[part] + r,
                          kMaxItemRows);
     finish(product, row_begin, n_rows, first_token, n_tokens, z[0], z[1]);

@@ -26,11 +26,11 @@ T load_as(const uint8_t* from) {
 // Where one row of a tile goes: dword `lane` of each vector of its strip.
 struct RowTarget {
   PackedLayout layout;
-  uint8_t* tile;
-  int strip;
+  uint8_t* stream;
+  int strip;               // of the stream
   int lane;
 
-  uint8_t* block_head(int64_t group) const { return tile + group / layout.block_groups * layout.block_bytes(); }
+  uint8_t* block_head(int64_t group) const { return stream + group / layout.block_groups * layout.block_bytes(); }
   int in_block(int64_t group) const { return static_cast<int>(group % layout.block_groups); }
   uint8_t* group_head(int64_t group) const {
     return block_head(group) + layout.block_head_bytes + in_block(group) * layout.group_bytes();
@@ -83,6 +83,7 @@ void pack_q8_0(const uint8_t* row, int64_t cols, const RowTarget& to) {
   for (int64_t g = 0; g < cols / kGroupCols; ++g) {
     const uint8_t* codes = row + g * static_cast<int64_t>(sizeof(BlockQ8_0)) + offsetof(BlockQ8_0, codes);
     for (int v = 0; v < 8; ++v) to.put(g, v, load_as<uint32_t>(codes + 4 * v) ^ 0x80808080u);
+    std::memcpy(to.block_head(g) + 32 * to.in_block(g) + 2 * to.lane, codes - offsetof(BlockQ8_0, codes) + offsetof(BlockQ8_0, scale), 2);
   }
 }
 
@@ -206,8 +207,7 @@ void pack_row(Format format, const uint8_t* row, const uint8_t* row_scales, int6
       pack_fifth_bits<BlockQ5_1>(row, cols, to);
       return pack_half_scales<BlockQ5_1, true>(row, cols, to);
     case Format::kQ8_0:
-      pack_q8_0(row, cols, to);
-      return pack_half_scales<BlockQ8_0, false>(row, cols, to);
+      return pack_q8_0(row, cols, to);
     case Format::kQ4_K: return pack_k<BlockQ4_K>(row, cols, to);
     case Format::kQ5_K:
       pack_k<BlockQ5_K>(row, cols, to);
@@ -238,10 +238,13 @@ void pack_tile(const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* 
                            ? nullptr
                            : reinterpret_cast<const uint8_t*>(matrix.scales) + expert * matrix.stack_scale_stride_bytes;
   const int64_t row_stride = row_bytes(matrix.format, matrix.cols), scale_stride = row_scale_bytes(matrix.format, matrix.cols);
+  const PackedLayout layout = packed_layout(matrix.format);
+  const int stream_rows = layout.strips_together * kStripRows;
+  const int64_t stream_bytes = packed_tile_bytes(matrix.format, matrix.cols) * layout.strips_together / kStrips;
   for (int r = 0; r < n_rows; ++r) {
     const int64_t row = row_begin + r;
     pack_row(matrix.format, codes + row * row_stride, scales == nullptr ? nullptr : scales + row * scale_stride, matrix.cols,
-             {packed_layout(matrix.format), to, r / kStripRows, r % kStripRows});
+             {layout, to + r / stream_rows * stream_bytes, r % stream_rows / kStripRows, r % kStripRows});
   }
 }
 

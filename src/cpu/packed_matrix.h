@@ -15,9 +15,11 @@
 // Memory is read fastest as one stream without gaps and without steps back, so a tile is a row of blocks: what several groups share
 // (a block's head), then for each group its own scales (the group's head) and its codes, strip 0 before strip 1. Heads are whole
 // lines of 64 bytes. Two strips in one stream share the activations: they come to the registers half as often, and where columns are
-// many the weights drive them out of the L1 cache (docs/performance.md). The last block of a tile may have fewer groups.
+// many the weights drive them out of the L1 cache (docs/performance.md). Of Q8_0, where that weighs least, the strips lie one behind the
+// other: read together they were slower. The last block of a tile may have fewer groups.
 //                      groups  head of a block             head of a group
-//     Q4_0 Q5_0 Q8_0     1                                 f16[2][16]
+//     Q4_0 Q5_0          1                                 f16[2][16]
+//     Q8_0               2     f16[2 groups][16]
 //     Q4_1 Q5_1          1                                 a strip: f16[16] scales, f16[16] mins
 //     Q4_K Q5_K          8     a strip: f16[16] d,         a strip: u8[16] scales, u8[16] mins
 //                              f16[16] dmin
@@ -48,16 +50,19 @@ struct PackedLayout {
   int block_groups;
   int block_head_bytes;
   int group_head_bytes;
+  int strips_together = kStrips;   // 1: the whole of strip 0, then the whole of strip 1
 
-  constexpr int group_bytes() const { return group_head_bytes + kStrips * strip_code_bytes; }
+  constexpr int group_bytes() const { return group_head_bytes + strips_together * strip_code_bytes; }
   constexpr int64_t block_bytes() const { return block_head_bytes + int64_t{block_groups} * group_bytes(); }
-  constexpr int64_t tile_bytes(int64_t n_groups) const {
+  // Of one stream: a tile's, or a strip's where strips are apart.
+  constexpr int64_t stream_bytes(int64_t n_groups) const {
     return (n_groups + block_groups - 1) / block_groups * block_head_bytes + n_groups * group_bytes();
   }
+  constexpr int64_t tile_bytes(int64_t n_groups) const { return kStrips / strips_together * stream_bytes(n_groups); }
 };
 constexpr PackedLayout packed_layout(Format format) {
   switch (format) {
-    case Format::kQ8_0: return {512, 1, 0, 64};
+    case Format::kQ8_0: return {512, 2, 64, 0, 1};
     case Format::kQ4_1: return {256, 1, 0, 128};
     case Format::kQ5_0: return {320, 1, 0, 64};
     case Format::kQ5_1: return {320, 1, 0, 128};
@@ -74,11 +79,11 @@ constexpr PackedLayout packed_layout(Format format) {
 constexpr bool is_packable(Format format) { return has_integer_codes(format) || format == Format::kBf16; }
 
 struct PackedMatrix {
-  const uint8_t* data = nullptr;   // [stack][tiles][tile_bytes], 64-byte aligned; null: not packed
-  int64_t tile_bytes = 0;          // a multiple of 64
+  const uint8_t* data = nullptr;   // [stack][tiles], 64-byte aligned; null: not packed
+  int64_t tile_stride = 0;         // bytes from a tile to the next, a multiple of 64; between a gate's tiles lie those of its up
   int64_t n_tiles = 0;             // of one expert
 
-  const uint8_t* tile(int64_t expert, int64_t index) const { return data + (expert * n_tiles + index) * tile_bytes; }
+  const uint8_t* tile(int64_t expert, int64_t index) const { return data + (expert * n_tiles + index) * tile_stride; }
 };
 
 int64_t packed_tile_bytes(Format format, int64_t cols);
