@@ -29,6 +29,7 @@ struct Simd {
 
   static __m256i load_part(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
   static Codes load(const uint8_t* from) { return {load_part(from), load_part(from + 32)}; }
+  static Codes load_next(const uint8_t* from) { return load(from); }
   static Codes low_nibbles(Codes c) {
     const __m256i mask = _mm256_set1_epi8(0x0f);
     return {_mm256_and_si256(c.a, mask), _mm256_and_si256(c.b, mask)};

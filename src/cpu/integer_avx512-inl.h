@@ -6,9 +6,9 @@ struct Simd {
   static constexpr bool kUnsignedTokens = BERYL_VNNI;
   static constexpr int kWideOffset = BERYL_VNNI ? 128 : 0;
 
-  // In the order of the program, which is that of the addresses: memory is read slower when compilers move loads about.
-  static Codes load(const uint8_t* from) {
-    Codes codes = _mm512_loadu_si512(from);
+  static Codes load(const uint8_t* from) { return _mm512_loadu_si512(from); }
+  static Codes load_next(const uint8_t* from) {
+    Codes codes = load(from);
     asm volatile("" : "+v"(codes));
     return codes;
   }

@@ -5,6 +5,7 @@
 //   dot(a, codes, x)      a + Σ over the four bytes of a lane of codes · x[0..3]; codes unsigned, below 64, x signed
 //   dot_wide              likewise, codes any (Q8_0: sign bit flipped; the lane's sum is of code - kWideOffset)
 //   dot_many              likewise for expanded codes, signed, and x signed or, with kUnsignedTokens, q + 128
+//   load_next             load, not moved before an earlier one: memory is read slower when compilers change the order of addresses
 //   look_up_nibbles       of a table of 16 bytes: by the low nibbles of each byte, and by the high ones
 // No include guard against other namespaces: one include a file.
 #include "cpu/integer_dot.h"
@@ -16,13 +17,13 @@
 // Nibbles of four vectors: w[0..3] the low ones, w[4..7] the high ones.
 BERYL_INLINE void split_nibbles(const uint8_t* from, Simd::Codes (&w)[8]) {
   for (int v = 0; v < 4; ++v) {
-    const Simd::Codes pairs = Simd::load(from + 64 * v);
+    const Simd::Codes pairs = Simd::load_next(from + 64 * v);
     w[v] = Simd::low_nibbles(pairs);
     w[4 + v] = Simd::high_nibbles(pairs);
   }
 }
 BERYL_INLINE void add_fifth_bits(const uint8_t* from, Simd::Codes (&w)[8]) {
-  const Simd::Codes bits = Simd::load(from);
+  const Simd::Codes bits = Simd::load_next(from);
   w[0] = Simd::with_bits<4>(w[0], bits, 0x10);
   w[1] = Simd::with_bits<3>(w[1], bits, 0x10);
   w[2] = Simd::with_bits<2>(w[2], bits, 0x10);
@@ -35,7 +36,7 @@ BERYL_INLINE void add_fifth_bits(const uint8_t* from, Simd::Codes (&w)[8]) {
 // The same, nibbles as E2M1: their doubled values plus 12.
 BERYL_INLINE void split_e2m1(const uint8_t* from, Simd::Codes (&w)[8]) {
   alignas(16) static constexpr uint8_t kDoubledPlus12[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-  for (int v = 0; v < 4; ++v) Simd::look_up_nibbles(kDoubledPlus12, Simd::load(from + 64 * v), w[v], w[4 + v]);
+  for (int v = 0; v < 4; ++v) Simd::look_up_nibbles(kDoubledPlus12, Simd::load_next(from + 64 * v), w[v], w[4 + v]);
 }
 
 // A format's policy: kOffset is subtracted from its codes; kHalves scales a group. What a strip's groups share is loaded once a block,
@@ -141,7 +142,7 @@ struct SixBits {
   static BERYL_INLINE void codes(const uint8_t* from, Simd::Codes (&w)[8]) {
     split_nibbles(from, w);
     for (int h = 0; h < 2; ++h) {
-      const Simd::Codes bits = Simd::load(from + 256 + 64 * h);
+      const Simd::Codes bits = Simd::load_next(from + 256 + 64 * h);
       w[4 * h] = Simd::with_bits<4>(w[4 * h], bits, 0x30);
       w[4 * h + 1] = Simd::with_bits<2>(w[4 * h + 1], bits, 0x30);
       w[4 * h + 2] = Simd::with_bits<0>(w[4 * h + 2], bits, 0x30);
@@ -154,7 +155,7 @@ struct EightBits {
   static constexpr int kOffset = Simd::kWideOffset;
   static constexpr bool kWide = true;
   static BERYL_INLINE void codes(const uint8_t* from, Simd::Codes (&w)[8]) {
-    for (int v = 0; v < 8; ++v) w[v] = Simd::load(from + 64 * v);
+    for (int v = 0; v < 8; ++v) w[v] = Simd::load_next(from + 64 * v);
   }
 };
 template <class ScalesType>

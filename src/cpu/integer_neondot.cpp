@@ -41,6 +41,7 @@ struct Simd {
     BERYL_PARTS(r, vld1q_u8(from + 16 * p));
     return r;
   }
+  static Codes load_next(const uint8_t* from) { return load(from); }
   static Codes low_nibbles(const Codes& c) {
     Codes r;
     BERYL_PARTS(r, vandq_u8(c.part[p], vdupq_n_u8(0x0f)));

@@ -54,6 +54,7 @@ struct Simd {
     std::memcpy(r.byte, from, 64);
     return r;
   }
+  static Codes load_next(const uint8_t* from) { return load(from); }
   static Codes low_nibbles(const Codes& c) {
     return codes_of([&](int i) { return c.byte[i] & 15; });
   }
