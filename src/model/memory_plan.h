@@ -16,7 +16,10 @@ struct RunLimits {
   int64_t context = 4096;        // positions a sequence may reach
   int chunk_tokens = 256;        // rows of one sequence in a step, and so the slack of the sliding caches
   int step_tokens = 0;           // rows of a step over all sequences; 0: the larger of chunk_tokens and n_sequences
-  int n_sequences = 1;           // at once; each has pages for its whole context
+  int n_sequences = 1;           // at once
+  int64_t cache_tokens = 0;      // positions that the global caches hold over all sequences, at least one whole context;
+                                 // 0: a whole context for each sequence
+  int kept_windows = 0;          // windows that the sliding caches hold beyond those of n_sequences: texts seen before
   int n_outputs = 1;             // rows of a step that leave through the head
   CacheType cache_type = CacheType::kDefault;
 };
