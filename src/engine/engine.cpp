@@ -26,6 +26,7 @@ double seconds_between(Clock::time_point begin, Clock::time_point end) {
 
 EngineLimits EngineLimits::complete() const {
   EngineLimits all = *this;
+  all.run.shares_pages = true;
   all.run.chunk_tokens = static_cast<int>(std::min<int64_t>(run.chunk_tokens, run.context));
   all.max_draft = std::min(max_draft, all.run.chunk_tokens - 1);
   if (run.step_tokens == 0) all.run.step_tokens = all.run.chunk_tokens + run.n_sequences;
@@ -194,7 +195,8 @@ void Engine::propose_drafts() {
     if (most <= 0) continue;
     const std::span<const int32_t> guesses = sequence.drafter.propose(sequence.ids, static_cast<size_t>(most));
     sequence.guesses.assign(guesses.begin(), guesses.end());
-    sequence.n_wanted = sequence.drafter.worthwhile(guesses.size(), n_rows, cost_);
+    sequence.n_wanted = limits_.always_draft ? static_cast<int>(guesses.size())
+                                             : sequence.drafter.worthwhile(guesses.size(), n_rows, cost_);
   }
 }
 
@@ -205,7 +207,7 @@ void Engine::plan() {
     running_views_.clear();
     waiting_views_.clear();
     for (const SequencePtr& each : running_)
-      running_views_.push_back({each->n_read, each->n_unread(), each->n_wanted, each->last_chunk});
+      running_views_.push_back({each->n_read, stepper_.pages().n_pages(each->slot), each->n_unread(), each->n_wanted, each->last_chunk});
     const size_t n_slots = std::min(free_slots_.size(), waiting_.size());
     for (size_t i = 0; i < n_slots; ++i) {
       const Sequence& sequence = *waiting_[i];

@@ -26,8 +26,9 @@ struct EngineLimits {
   RunLimits run;             // context, chunk_tokens, n_sequences, cache_tokens, kept_windows; see complete()
   int max_waiting = 64;      // requests that are not let in yet
   int max_draft = 7;         // guesses a step and sequence; 0: none
+  bool always_draft = false; // check all guesses, whether it pays or not: for tests and measurements
 
-  // With the limits that follow from the others where they are not given: step_tokens and n_outputs.
+  // With the limits that follow from the others where they are not given: shares_pages, step_tokens, n_outputs.
   EngineLimits complete() const;
 };
 

@@ -19,7 +19,7 @@ struct GenerateRequest {
   int64_t max_new = INT64_MAX;          // 0: the prompt is read, nothing is sampled
   SampleParams sampling;
   std::vector<int32_t> stop_ids;
-  std::function<bool()> cancelled;      // asked before each chunk of the prompt; may be empty
+  std::function<bool()> cancelled = {}; // asked before each chunk of the prompt; may be empty
 };
 
 struct GenerateResult {

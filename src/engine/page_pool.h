@@ -5,6 +5,7 @@
 // Invariant: free + idle + in use = all; a page with references is neither free nor idle.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 

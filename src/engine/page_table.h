@@ -6,7 +6,8 @@
 //
 // Sequences may share pages that are full: commit() tells which ids a sequence's full pages hold, match() finds them for
 // another text that begins so, adopt() puts them into its tables. A page that others may still want is never written
-// over: where the ring comes round to it, the sequence lets it go and takes another.
+// over: where the ring comes round to it, the sequence lets it go and takes another. So a ring of shared pages has an entry
+// for every page that a step's live positions may touch (limits_for, RunLimits::shares_pages).
 // Invariant: a page is in the tables of as many sequences as it has references, and free, or idle, or in use.
 #pragma once
 
@@ -59,6 +60,8 @@ class PageTables {
 
   int n_groups() const { return static_cast<int>(groups_.size()); }
   const PagePool& pool(int group) const { return groups_[static_cast<size_t>(group)].pool; }
+  // That a sequence has in a global group: reserving fewer positions than they hold takes none.
+  int64_t n_pages(int sequence) const { return sequences_[static_cast<size_t>(sequence)].n_begun; }
   // Pages that a reservation may take.
   int free_pages(int group) const { return pool(group).available(); }
   size_t n_prefix_nodes() const { return index_.n_nodes(); }

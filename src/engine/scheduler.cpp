@@ -9,11 +9,14 @@ namespace {
 
 int64_t pages_for(int64_t n_tokens) { return (n_tokens + kPageTokens - 1) / kPageTokens; }
 
-// Pages that a sequence of `length` positions takes when it grows by n_tokens.
-int64_t new_pages(int64_t length, int64_t n_tokens) { return pages_for(length + n_tokens) - pages_for(length); }
-
-// The most tokens that `length` positions can grow by within so many new pages.
-int64_t room_in(int64_t length, int64_t n_pages) { return (pages_for(length) + n_pages) * kPageTokens - length; }
+// Where a sequence stands.
+struct Place {
+  int64_t n_read = 0, n_pages = 0;
+  // Pages that it takes when it grows by n_tokens.
+  int64_t needed(int64_t n_tokens) const { return std::max<int64_t>(0, pages_for(n_read + n_tokens) - n_pages); }
+  // The most tokens that it can grow by within so many pages more.
+  int64_t room(int64_t more_pages) const { return (n_pages + more_pages) * kPageTokens - n_read; }
+};
 
 }  // namespace
 
@@ -33,7 +36,7 @@ void plan_step(std::span<const RunningSequence> running, std::span<const Waiting
   for (int i = 0; i < n_running; ++i) {
     const RunningSequence& each = running[static_cast<size_t>(i)];
     if (each.n_unread != 1) continue;
-    const int64_t needed = new_pages(each.n_read, 1);
+    const int64_t needed = Place{each.n_read, each.n_pages}.needed(1);
     if (needed > pages) {
       if (i + 1 < n_running) return preempt_youngest();
       break;   // the youngest waits until an older one ends
@@ -52,15 +55,15 @@ void plan_step(std::span<const RunningSequence> running, std::span<const Waiting
     const RunningSequence& each = running[static_cast<size_t>(i)];
     if (each.n_unread == 1) continue;
     prompts.push_back(i);
-    committed += new_pages(each.n_read, each.n_unread);
+    committed += Place{each.n_read, each.n_pages}.needed(each.n_unread);
   }
   std::stable_sort(prompts.begin(), prompts.end(), [&](int a, int b) {
     return running[static_cast<size_t>(a)].last_chunk < running[static_cast<size_t>(b)].last_chunk;
   });
-  const auto add_chunk = [&](int sequence, int64_t length, int64_t n_unread) {
-    const int64_t n = std::min({n_unread, int64_t{limits.chunk_tokens}, int64_t{tokens}, room_in(length, pages)});
+  const auto add_chunk = [&](int sequence, const Place& place, int64_t n_unread) {
+    const int64_t n = std::min({n_unread, int64_t{limits.chunk_tokens}, int64_t{tokens}, place.room(pages)});
     if (n <= 0 || (n == n_unread && outputs == 0)) return false;
-    const int64_t taken = new_pages(length, n);
+    const int64_t taken = place.needed(n);
     pages -= taken;
     committed -= taken;
     tokens -= static_cast<int>(n);
@@ -70,33 +73,37 @@ void plan_step(std::span<const RunningSequence> running, std::span<const Waiting
   };
   for (int i : prompts) {
     const RunningSequence& each = running[static_cast<size_t>(i)];
-    if (tokens == 0 || add_chunk(i, each.n_read, each.n_unread)) continue;
+    const Place place = {each.n_read, each.n_pages};
+    if (tokens == 0 || add_chunk(i, place, each.n_unread)) continue;
     // No page: younger ones that decode have taken what was set aside.
-    if (i + 1 < n_running && room_in(each.n_read, pages) <= 0) return preempt_youngest();
+    if (i + 1 < n_running && place.room(pages) <= 0) return preempt_youngest();
   }
 
   // Waiting requests. Each running sequence may soon want one page more.
   int n_slots = limits.n_sequences - n_running;
   for (const WaitingSequence& each : waiting) {
     if (n_slots == 0 || tokens == 0) break;
-    const int64_t needed = new_pages(each.n_reused, each.n_ids - each.n_reused) + each.n_idle_pages;
+    const Place place = {each.n_reused, pages_for(each.n_reused)};
+    const int64_t needed = place.needed(each.n_ids - each.n_reused);
     const int n_before = n_running + plan.n_admitted;
-    if (needed + committed + n_before > pages && n_before > 0) break;
+    if (needed + each.n_idle_pages + committed + n_before > pages && n_before > 0) break;
     pages -= each.n_idle_pages;
-    committed += new_pages(each.n_reused, each.n_ids - each.n_reused);
+    committed += needed;
     --n_slots;
     ++plan.n_admitted;
-    add_chunk(n_before, each.n_reused, each.n_ids - each.n_reused);
+    add_chunk(n_before, place, each.n_ids - each.n_reused);
   }
 
   for (size_t i = 0; i < n_decoding; ++i) {
     PlannedRows& row = plan.rows[i];
     const RunningSequence& each = running[static_cast<size_t>(row.sequence)];
-    const int64_t spare = pages - committed;
+    // Its own row has been given its page.
+    const Place place = {each.n_read + 1, std::max(each.n_pages, pages_for(each.n_read + 1))};
+    const int64_t spare = std::max<int64_t>(0, pages - committed);
     const int64_t n = std::min({int64_t{each.n_draft}, int64_t{limits.chunk_tokens - 1}, int64_t{tokens}, int64_t{outputs},
-                                room_in(each.n_read + 1, std::max<int64_t>(spare, 0))});
+                                place.room(spare)});
     if (n <= 0) continue;
-    pages -= new_pages(each.n_read + 1, n);
+    pages -= place.needed(n);
     tokens -= static_cast<int>(n);
     outputs -= static_cast<int>(n);
     row.n_draft = static_cast<int>(n);

@@ -24,6 +24,7 @@ struct SchedulerLimits {
 
 struct RunningSequence {
   int64_t n_read = 0;        // positions in the cache
+  int64_t n_pages = 0;       // that it has; more than it needs after guesses that were wrong
   int64_t n_unread = 1;      // ids that are known but not read: 1, the last sampled one, when it decodes
   int n_draft = 0;           // further ids that are guessed; 0 unless it decodes
   uint64_t last_chunk = 0;   // when a chunk of its prompt was read last; any clock that grows

@@ -48,6 +48,7 @@ PrefixMatch Stepper::adopt(int sequence, std::span<const int32_t> ids) {
 }
 
 void Stepper::commit(int sequence, std::span<const int32_t> ids) {
+  BERYL_CHECK(run_.shares_pages, "pages are shared where the run was made for it");
   BERYL_CHECK(static_cast<int64_t>(ids.size()) == length(sequence), "all ids that the sequence holds are committed");
   pages_.commit(sequence, ids);
 }
@@ -59,7 +60,8 @@ bool Stepper::rewind(int sequence, int64_t length) {
     const int window = program_.groups[group].window;
     if (window == 0) continue;
     // A slot belongs to the last position written to it; the next token reads back to here.
-    const int64_t first_read = std::max<int64_t>(0, length - window + 1);
+    int64_t first_read = std::max<int64_t>(0, length - window + 1);
+    if (run_.shares_pages) first_read -= kPageTokens - 1;   // a whole page went
     if (first_read + int64_t{limits_.n_entries[group]} * kPageTokens < written_[index]) return false;
   }
   lengths_[index] = length;

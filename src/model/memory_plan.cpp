@@ -22,8 +22,9 @@ StepLimits limits_for(const Program& program, const RunLimits& run) {
     int64_t entries = global_entries, n_pages = entries * run.n_sequences;
     if (group.window > 0) {
       const int64_t live = int64_t{group.window} - 1 + run.chunk_tokens;
-      entries = std::min(entries, (live + kPageTokens - 1) / kPageTokens);
-      const int64_t kept = (int64_t{group.window} - 1 + kPageTokens - 1) / kPageTokens + 1;
+      entries = std::min(entries, run.shares_pages ? (live + kPageTokens - 2) / kPageTokens + 1
+                                                   : (live + kPageTokens - 1) / kPageTokens);
+      const int64_t kept = (group.window + kPageTokens - 2) / kPageTokens;   // whole pages, which end where texts part
       n_pages = entries * run.n_sequences + std::min(entries, kept) * run.kept_windows;
     } else if (run.cache_tokens > 0) {
       n_pages = (run.cache_tokens + kPageTokens - 1) / kPageTokens;
