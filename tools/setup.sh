@@ -37,6 +37,7 @@ nlohmann-json3-dev package
 libcli11-dev package
 libpcre2-dev package
 libhwy-dev package
+libmicrohttpd-dev package
 python3 command:python3
 python3-pip python:pip
 ca-certificates file:/etc/ssl/certs/ca-certificates.crt
