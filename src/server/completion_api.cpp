@@ -1,4 +1,6 @@
 // POST /v1/completions: goes on with texts or ids.
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "server/api.h"
@@ -66,6 +68,11 @@ void read_prompts(Completion& completion) {
   if (completion.prompts.empty()) throw ApiError(400, "'prompt' is an empty list", "prompt");
 }
 
+// Characters, as the original counts them.
+size_t n_characters(const std::string& text) {
+  return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+}
+
 Json logprobs_of(Completion& completion, size_t choice, const std::vector<Sampled>& tokens) {
   if (completion.generation.sampling.n_logprobs < 0) return nullptr;
   Json texts = Json::array(), values = Json::array(), tops = Json::array(), offsets = Json::array();
@@ -78,7 +85,7 @@ Json logprobs_of(Completion& completion, size_t choice, const std::vector<Sample
     top[text] = finite_logprob(token.logprob);
     tops.push_back(std::move(top));
     offsets.push_back(completion.text_offsets[choice]);
-    completion.text_offsets[choice] += text.size();
+    completion.text_offsets[choice] += n_characters(text);
   }
   return {{"tokens", texts}, {"token_logprobs", values}, {"top_logprobs", tops}, {"text_offset", offsets}};
 }
@@ -180,7 +187,7 @@ HttpResponse answer_completion(const ServedModel& model, const Json& body, const
   for (const Prompt& prompt : completion->prompts)
     for (Reply& reply : submit_all(model, generation, prompt.ids)) {
       completion->replies.push_back(std::move(reply));
-      completion->text_offsets.push_back(completion->echo ? prompt.text.size() : 0);
+      completion->text_offsets.push_back(completion->echo ? n_characters(prompt.text) : 0);
     }
   return streams.stream ? answer_stream(std::move(completion), streams.include_usage) : answer_whole(*completion, request);
 }

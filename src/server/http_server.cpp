@@ -125,7 +125,7 @@ struct HttpCallbacks {
       reply = MHD_create_response_from_buffer(response.body.size(), response.body.data(), MHD_RESPMEM_MUST_COPY);
     }
     if (reply == nullptr) return MHD_NO;
-    MHD_add_response_header(reply, "Content-Type", response.content_type.c_str());
+    if (response.status != 204) MHD_add_response_header(reply, "Content-Type", response.content_type.c_str());
     for (const auto& [name, value] : response.headers) MHD_add_response_header(reply, name.c_str(), value.c_str());
     const MHD_Result queued = MHD_queue_response(connection, static_cast<unsigned>(response.status), reply);
     MHD_destroy_response(reply);
