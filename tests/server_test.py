@@ -167,6 +167,74 @@ class ClientTest(ServerTest):
             self.assertEqual(server.request("GET", "/v1/models", headers={"X-Api-Key": "two"})[0], 200)
 
 
+class AnthropicTest(ServerTest):
+    """Anthropic's package."""
+    arguments = ("--device", "cpu", "--ctx", "1024", "--parallel", "4", "--chunk", "64")
+
+    def client(self, server=None, key="none"):
+        import anthropic
+        return anthropic.Anthropic(base_url=(server or self.server).url, api_key=key, max_retries=0, timeout=120)
+
+    def test_messages(self):
+        client = self.client()
+        fields = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "system": [{"type": "text", "text": "Be brief."}],
+                  "extra_body": {"temperature": 0}}
+        whole = client.messages.create(**fields)
+        self.assertEqual((whole.type, whole.role, whole.stop_sequence), ("message", "assistant", None))
+        self.assertIn(whole.stop_reason, ("end_turn", "max_tokens"))
+        text = "".join(block.text for block in whole.content)
+        self.assertEqual(client.messages.count_tokens(model="tiny", messages=HELLO, system="Be brief.").input_tokens,
+                         whole.usage.input_tokens + whole.usage.cache_read_input_tokens)
+        # The same conversation by the other API.
+        openai = self.chat([{"role": "system", "content": "Be brief."}] + HELLO, temperature=0, max_tokens=30)
+        self.assertEqual(openai["choices"][0]["message"]["content"], text)
+        self.assertEqual(openai["usage"]["completion_tokens"], whole.usage.output_tokens)
+        with client.messages.stream(**fields) as stream:
+            self.assertEqual("".join(stream.text_stream), text)
+            final = stream.get_final_message()
+        self.assertEqual((final.stop_reason, final.usage.output_tokens), (whole.stop_reason, whole.usage.output_tokens))
+        stopped = client.messages.create(**fields, stop_sequences=["never", text[3:5]])
+        self.assertEqual((stopped.stop_reason, stopped.stop_sequence), ("stop_sequence", text[3:5]))
+        self.assertEqual("".join(block.text for block in stopped.content), text[:text.index(text[3:5])])
+
+    def test_tools_and_their_results_are_read(self):
+        client = self.client()
+        tools = [{"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {}}}]
+        messages = HELLO + [
+            {"role": "assistant", "content": [{"type": "text", "text": "Let me see."},
+                                              {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+                                              {"type": "tool_use", "id": "t2", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "one"},
+                                         {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "two"}]},
+                                         {"type": "text", "text": "And?"}]}]
+        fields = {"model": "tiny", "messages": messages, "tools": tools}
+        self.assertTrue(client.messages.create(**fields, max_tokens=5).content)
+        # As the other API has it, so the prompt has as many tokens.
+        calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": a}} for i, a in (("t1", '{"a":1}'), ("t2", "{}"))]
+        openai = self.chat(HELLO + [{"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+                                    {"role": "tool", "tool_call_id": "t1", "content": "one"},
+                                    {"role": "tool", "tool_call_id": "t2", "content": "two"}, {"role": "user", "content": "And?"}],
+                           max_tokens=1, tools=[{"type": "function", "function": {"name": "f", "description": "d", "parameters": tools[0]["input_schema"]}}])
+        self.assertEqual(client.messages.count_tokens(**fields).input_tokens, openai["usage"]["prompt_tokens"])
+
+    def test_errors_have_their_types(self):
+        import anthropic
+        client = self.client()
+        for wrong in ({"max_tokens": 0}, {"extra_body": {"temperature": "x"}}, {"messages": []}, {"messages": [{"role": "system", "content": "x"}]},
+                      {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"stop_sequences": 5},
+                      {"messages": HELLO + [{"role": "assistant", "content": "x"}]}, {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+                      {"tool_choice": {"type": "any"}}, {"thinking": {"type": "enabled", "budget_tokens": 0}},
+                      {"messages": [{"role": "user", "content": "x" * 1100}]}):
+            with self.subTest(wrong=str(wrong)[:80]):
+                with self.assertRaises(anthropic.BadRequestError) as caught:
+                    client.messages.create(**({"model": "tiny", "messages": HELLO, "max_tokens": 1} | wrong))
+                self.assertEqual(caught.exception.body["error"]["type"], "invalid_request_error")
+        with Server(beryl, self.model, *self.arguments, "--api-key", "one") as server:
+            with self.assertRaises(anthropic.AuthenticationError):
+                self.client(server, "two").messages.count_tokens(model="tiny", messages=HELLO)
+            self.assertGreater(self.client(server, "one").messages.count_tokens(model="tiny", messages=HELLO).input_tokens, 5)
+
+
 class RequestTest(ServerTest):
     """Requests as nobody's package would send them."""
 
@@ -418,6 +486,28 @@ class ThinkingTest(ServerTest):
         self.assertLessEqual(len(message["reasoning_content"]), 6)
         self.assertIn("A", message["content"])
         self.assertEqual(answer["choices"][0]["finish_reason"], "length")
+        # In a stream: the same, in the order in which it came.
+        body = {"messages": HELLO, "max_tokens": 20, "temperature": 0, "reasoning_effort": "high", "thinking_budget": 6, "frequency_penalty": 1,
+                "logit_bias": opened}
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in self.server.events("/v1/chat/completions", body)[:-1]]
+        self.assertEqual("".join(delta.get("reasoning_content", "") for delta in deltas), message["reasoning_content"])
+        self.assertEqual("".join(delta.get("content", "") for delta in deltas), message["content"])
+
+    def test_thoughts_are_blocks(self):
+        import anthropic
+        client = anthropic.Anthropic(base_url=self.server.url, api_key="none", max_retries=0)
+        fields = {"model": "any", "messages": HELLO, "max_tokens": 20, "thinking": {"type": "enabled", "budget_tokens": 6},
+                  "extra_body": {"temperature": 0, "frequency_penalty": 1, "logit_bias": {str(CHANNEL): 30, "65": 28, str(EOS): -100, str(TURN_END): -100}}}
+        whole = client.messages.create(**fields)
+        self.assertEqual([block.type for block in whole.content], ["thinking", "text"])
+        self.assertLessEqual(len(whole.content[0].thinking), 6)
+        with client.messages.stream(**fields) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_message()
+        for kind in ("thinking", "text"):
+            self.assertEqual("".join(getattr(block, kind) for block in final.content if block.type == kind),
+                             "".join(getattr(block, kind) for block in whole.content if block.type == kind))
 
 
 class RealModelTest(unittest.TestCase):

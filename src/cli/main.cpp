@@ -28,7 +28,7 @@ MODEL is a GGUF file, or a Hugging Face folder with config.json, tokenizer.json 
 
 Commands:
   run         answer a prompt, hold a conversation, or go on with a text
-  serve       answer clients over HTTP, as OpenAI's API does
+  serve       answer clients over HTTP, as OpenAI's and Anthropic's APIs do
   inspect     tell what a model file is and what running it takes
   tokenize    show a text as a model's tokens
   trace       write what a model computes to a file, to compare engines

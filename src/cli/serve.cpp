@@ -154,7 +154,7 @@ int serve(const ServeOptions& options) {
 }  // namespace
 
 Command add_serve_command(CLI::App& program) {
-  CLI::App* app = program.add_subcommand("serve", "Answer clients over HTTP, as OpenAI's API does");
+  CLI::App* app = program.add_subcommand("serve", "Answer clients over HTTP, as OpenAI's and Anthropic's APIs do");
   auto options = std::make_shared<ServeOptions>();
   add_model(*app, options->model);
   app->add_option("--host", options->host, "address to listen on (default 127.0.0.1: this machine only)")->type_name("NAME");
@@ -186,7 +186,8 @@ Command add_serve_command(CLI::App& program) {
       ->group(machine);
   app->add_flag("--no-draft", options->no_draft, "never guess tokens from the text so far (default: where it pays)")->group(machine);
   app->footer(
-      "POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize\n"
+      "POST /v1/chat/completions, /v1/completions (OpenAI), /v1/messages, /v1/messages/count_tokens (Anthropic),\n"
+      "     /tokenize, /detokenize\n"
       "GET  /v1/models, /metrics, /health\n"
       "\n"
       "Texts are not logged. SIGTERM and Ctrl-C end the server when all requests that have begun are answered.\n"

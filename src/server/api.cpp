@@ -38,9 +38,7 @@ std::string error_type(int status) {
 bool is_anthropic(const HttpRequest& request) { return request.path.starts_with("/v1/messages"); }
 
 HttpResponse error_response(const ApiError& error, bool anthropic) {
-  const Json body = anthropic ? Json{{"type", "error"}, {"error", {{"type", error_type(error.status)}, {"message", error.what()}}}}
-                              : openai_error(error);
-  HttpResponse response = json_response(body, error.status);
+  HttpResponse response = json_response(anthropic ? anthropic_error(error) : openai_error(error), error.status);
   if (error.status == 503) response.headers.emplace_back("Retry-After", "1");
   if (error.status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
   return response;
@@ -68,7 +66,11 @@ Json openai_error(const ApiError& error) {
             {"code", text_or_null(error.code)}}}};
 }
 
-std::string event_of(const Json& data) { return "data: " + to_line(data) + "\n\n"; }
+Json anthropic_error(const ApiError& error) {
+  return {{"type", "error"}, {"error", {{"type", error_type(error.status)}, {"message", error.what()}}}};
+}
+
+std::string event_of(const Json& data) { return fmt::format("data: {}\n\n", to_line(data)); }
 
 std::string random_id(std::string_view prefix) {
   static thread_local std::mt19937_64 random(std::random_device{}());
@@ -208,7 +210,9 @@ HttpResponse Api::route(HttpRequest& request) {
     return path == "/metrics" ? metrics() : models(request);
   }
   const std::pair<std::string_view, Answer> posts[] = {{"/v1/completions", &answer_completion},
-                                                       {"/v1/chat/completions", &answer_chat}};
+                                                       {"/v1/chat/completions", &answer_chat},
+                                                       {"/v1/messages", &answer_message},
+                                                       {"/v1/messages/count_tokens", &answer_token_count}};
   const auto post = std::find_if(std::begin(posts), std::end(posts), [&](const auto& each) { return each.first == path; });
   const bool tokens = path == "/tokenize" || path == "/detokenize";
   if (post == std::end(posts) && !tokens) throw ApiError(404, fmt::format("there is no {}", quote(path)));

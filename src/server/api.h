@@ -1,4 +1,4 @@
-// What a server answers to: routes, keys, errors. One file an API: openai_api.cpp, chat_api.cpp.
+// What a server answers to: routes, keys, errors. One file an API: completion_api.cpp, chat_api.cpp, messages_api.cpp.
 #pragma once
 
 #include <atomic>
@@ -48,13 +48,16 @@ class Api {
   std::atomic<int64_t> n_requests_ = 0, n_errors_ = 0;
 };
 
-// POST /v1/completions, /v1/chat/completions: parse, submit, and answer whole or as a stream of events.
+// POST routes: each reads the body, submits, and answers whole or as a stream of events.
 HttpResponse answer_completion(const ServedModel& model, const Json& body, const HttpRequest& request);
 HttpResponse answer_chat(const ServedModel& model, const Json& body, const HttpRequest& request);
+HttpResponse answer_message(const ServedModel& model, const Json& body, const HttpRequest& request);
+HttpResponse answer_token_count(const ServedModel& model, const Json& body, const HttpRequest& request);
 
 // Pieces for the APIs' files.
 HttpResponse json_response(const Json& json, int status = 200);
 Json openai_error(const ApiError& error);
+Json anthropic_error(const ApiError& error);
 std::string event_of(const Json& data);                         // "data: {...}\n\n"
 // A reply's next piece, or the end, as events.
 using EventSource = std::function<bool(std::string& events)>;
