@@ -167,6 +167,58 @@ class ClientTest(ServerTest):
             self.assertEqual(server.request("GET", "/v1/models", headers={"X-Api-Key": "two"})[0], 200)
 
 
+class ResponsesTest(ServerTest):
+    """OpenAI's later API."""
+    arguments = ("--device", "cpu", "--ctx", "1024", "--parallel", "4", "--chunk", "64")
+
+    def test_responses(self):
+        client = openai_client(self.server)
+        fields = {"model": "tiny", "input": "Hello", "instructions": "Be brief.", "temperature": 0, "max_output_tokens": 30}
+        whole = client.responses.create(**fields)
+        openai = self.chat([{"role": "system", "content": "Be brief."}] + HELLO, temperature=0, max_tokens=30)
+        self.assertEqual(whole.output_text, openai["choices"][0]["message"]["content"])
+        self.assertEqual(whole.status, "incomplete" if openai["choices"][0]["finish_reason"] == "length" else "completed")
+        self.assertEqual((whole.usage.input_tokens, whole.usage.output_tokens),
+                         (openai["usage"]["prompt_tokens"], openai["usage"]["completion_tokens"]))
+        events = list(client.responses.create(**fields, stream=True))
+        self.assertEqual([event.sequence_number for event in events], list(range(len(events))))
+        self.assertEqual(events[-1].type, f"response.{whole.status}")
+        self.assertEqual("".join(e.delta for e in events if e.type == "response.output_text.delta"), whole.output_text)
+        self.assertEqual(events[-1].response.output_text, whole.output_text)
+        with client.responses.stream(**fields) as stream:
+            self.assertEqual(list(stream)[-1].response.output_text, whole.output_text)
+        items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
+        again = client.responses.create(model="tiny", input=items, temperature=0, max_output_tokens=30, top_logprobs=2,
+                                        include=["message.output_text.logprobs"])
+        self.assertEqual(again.output_text, whole.output_text)
+        self.assertEqual(len(again.output[0].content[0].logprobs[0].top_logprobs), 2)
+
+    def test_tools_and_their_results_are_read(self):
+        client = openai_client(self.server)
+        tools = [{"type": "function", "name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}, "strict": False}]
+        answer = client.responses.create(model="tiny", tools=tools, max_output_tokens=1, input=[
+            {"role": "user", "content": "Hello"},
+            {"type": "function_call", "call_id": "t1", "name": "f", "arguments": '{"a":1}'},
+            {"type": "function_call", "call_id": "t2", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "t1", "output": "one"},
+            {"type": "function_call_output", "call_id": "t2", "output": "two"}])
+        calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": a}} for i, a in (("t1", '{"a":1}'), ("t2", "{}"))]
+        openai = self.chat(HELLO + [{"role": "assistant", "content": "", "tool_calls": calls},
+                                    {"role": "tool", "tool_call_id": "t1", "content": "one"},
+                                    {"role": "tool", "tool_call_id": "t2", "content": "two"}], max_tokens=1,
+                           tools=[{"type": "function", "function": {"name": "f", "description": "d", "parameters": tools[0]["parameters"]}}])
+        self.assertEqual(answer.usage.input_tokens, openai["usage"]["prompt_tokens"])
+
+    def test_errors_have_their_types(self):
+        import openai
+        client = openai_client(self.server)
+        for wrong in ({"input": []}, {"input": [{"type": "image", "x": 1}]}, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+                      {"previous_response_id": "x"}, {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"max_output_tokens": 0},
+                      {"text": {"format": {"type": "json_object"}}}, {"reasoning": {"effort": "x"}}, {"background": True}):
+            with self.subTest(wrong=wrong), self.assertRaises(openai.BadRequestError):
+                client.responses.create(**({"model": "tiny", "input": "Hello", "max_output_tokens": 1} | wrong))
+
+
 class AnthropicTest(ServerTest):
     """Anthropic's package."""
     arguments = ("--device", "cpu", "--ctx", "1024", "--parallel", "4", "--chunk", "64")
@@ -505,6 +557,12 @@ class ThinkingTest(ServerTest):
             for _ in stream:
                 pass
             final = stream.get_final_message()
+        answer = openai_client(self.server).responses.create(
+            model="any", input="Hello", max_output_tokens=20, temperature=0, reasoning={"effort": "low"},
+            extra_body=fields["extra_body"] | {"thinking_budget": 6})
+        self.assertEqual([item.type for item in answer.output], ["reasoning", "message"])
+        self.assertLess(answer.usage.output_tokens_details.reasoning_tokens, answer.usage.output_tokens)
+        self.assertGreater(answer.usage.output_tokens_details.reasoning_tokens, 0)
         for kind in ("thinking", "text"):
             self.assertEqual("".join(getattr(block, kind) for block in final.content if block.type == kind),
                              "".join(getattr(block, kind) for block in whole.content if block.type == kind))

@@ -186,7 +186,7 @@ Command add_serve_command(CLI::App& program) {
       ->group(machine);
   app->add_flag("--no-draft", options->no_draft, "never guess tokens from the text so far (default: where it pays)")->group(machine);
   app->footer(
-      "POST /v1/chat/completions, /v1/completions (OpenAI), /v1/messages, /v1/messages/count_tokens (Anthropic),\n"
+      "POST /v1/chat/completions, /v1/completions, /v1/responses (OpenAI), /v1/messages, /v1/messages/count_tokens (Anthropic),\n"
       "     /tokenize, /detokenize\n"
       "GET  /v1/models, /metrics, /health\n"
       "\n"

@@ -140,6 +140,27 @@ StreamOptions read_stream_options(const Fields& fields) {
 
 std::string token_text(const ServedModel& model, int32_t id) { return repair_utf8(model.tokenizer.token_bytes(id)); }
 
+Json token_logprobs(const ServedModel& model, const std::vector<Sampled>& tokens) {
+  const auto one = [&](int32_t id, float logprob) -> Json {
+    Json bytes = Json::array();
+    for (unsigned char byte : model.tokenizer.token_bytes(id)) bytes.push_back(byte);
+    return {{"token", token_text(model, id)}, {"logprob", finite_logprob(logprob)}, {"bytes", std::move(bytes)}};
+  };
+  Json all = Json::array();
+  for (const Sampled& token : tokens) {
+    Json each = one(token.id, token.logprob);
+    Json top = Json::array();
+    for (const auto& [id, logprob] : token.top) top.push_back(one(id, logprob));
+    each["top_logprobs"] = std::move(top);
+    all.push_back(std::move(each));
+  }
+  return all;
+}
+
+int64_t seconds_since_1970() {
+  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
 std::vector<Reply> submit_all(const ServedModel& model, const Generation& generation, const std::vector<int32_t>& prompt) {
   std::vector<Reply> replies;
   for (int i = 0; i < generation.n; ++i) replies.emplace_back(model, generation, prompt, i);
@@ -211,6 +232,7 @@ HttpResponse Api::route(HttpRequest& request) {
   }
   const std::pair<std::string_view, Answer> posts[] = {{"/v1/completions", &answer_completion},
                                                        {"/v1/chat/completions", &answer_chat},
+                                                       {"/v1/responses", &answer_responses},
                                                        {"/v1/messages", &answer_message},
                                                        {"/v1/messages/count_tokens", &answer_token_count}};
   const auto post = std::find_if(std::begin(posts), std::end(posts), [&](const auto& each) { return each.first == path; });

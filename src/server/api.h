@@ -1,4 +1,5 @@
-// What a server answers to: routes, keys, errors. One file an API: completion_api.cpp, chat_api.cpp, messages_api.cpp.
+// What a server answers to: routes, keys, errors. One file an API: completion_api.cpp, chat_api.cpp,
+// responses_api.cpp, messages_api.cpp.
 #pragma once
 
 #include <atomic>
@@ -52,6 +53,7 @@ class Api {
 HttpResponse answer_completion(const ServedModel& model, const Json& body, const HttpRequest& request);
 HttpResponse answer_chat(const ServedModel& model, const Json& body, const HttpRequest& request);
 HttpResponse answer_message(const ServedModel& model, const Json& body, const HttpRequest& request);
+HttpResponse answer_responses(const ServedModel& model, const Json& body, const HttpRequest& request);
 HttpResponse answer_token_count(const ServedModel& model, const Json& body, const HttpRequest& request);
 
 // Pieces for the APIs' files.
@@ -77,6 +79,9 @@ struct StreamOptions {
 StreamOptions read_stream_options(const Fields& fields);
 // A token by itself: its text, repaired where it is a part of a character.
 std::string token_text(const ServedModel& model, int32_t id);
+// Of each token: its text, log-probability and bytes, and the same of the likeliest.
+Json token_logprobs(const ServedModel& model, const std::vector<Sampled>& tokens);
+int64_t seconds_since_1970();
 std::string random_id(std::string_view prefix);
 // Submits generation.n replies to one prompt.
 std::vector<Reply> submit_all(const ServedModel& model, const Generation& generation, const std::vector<int32_t>& prompt);

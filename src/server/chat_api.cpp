@@ -19,23 +19,9 @@ struct Chat {
   std::vector<int> n_calls;        // [n] so far, of a stream
 };
 
-Json token_logprob(const ServedModel& model, int32_t id, float logprob) {
-  Json bytes = Json::array();
-  for (unsigned char byte : model.tokenizer.token_bytes(id)) bytes.push_back(byte);
-  return {{"token", token_text(model, id)}, {"logprob", finite_logprob(logprob)}, {"bytes", std::move(bytes)}};
-}
-
 Json logprobs_of(const Chat& chat, const std::vector<Sampled>& tokens) {
   if (chat.generation.sampling.n_logprobs < 0) return nullptr;
-  Json content = Json::array();
-  for (const Sampled& token : tokens) {
-    Json each = token_logprob(chat.model, token.id, token.logprob);
-    Json top = Json::array();
-    for (const auto& [id, logprob] : token.top) top.push_back(token_logprob(chat.model, id, logprob));
-    each["top_logprobs"] = std::move(top);
-    content.push_back(std::move(each));
-  }
-  return {{"content", std::move(content)}, {"refusal", nullptr}};
+  return {{"content", token_logprobs(chat.model, tokens)}, {"refusal", nullptr}};
 }
 
 const char* finish_of(const Reply& reply) {
@@ -53,7 +39,7 @@ Json call_of(const ParsedCall& call) {
 Json head_of(const Chat& chat, const char* object) {
   return {{"id", chat.id},
           {"object", object},
-          {"created", std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count()},
+          {"created", seconds_since_1970()},
           {"model", chat.model.id}};
 }
 

@@ -109,7 +109,7 @@ Json usage_of(const Completion& completion) {
 Json head_of(const Completion& completion) {
   return {{"id", completion.id},
           {"object", "text_completion"},
-          {"created", std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count()},
+          {"created", seconds_since_1970()},
           {"model", completion.model.id}};
 }
 

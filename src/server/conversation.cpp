@@ -20,10 +20,17 @@ size_t text_bytes(const Json& json) {
   return sum;
 }
 
-void read_tools(const Fields& fields, Conversation& conversation) {
-  if (const Json* tools = fields.array("tools")) conversation.options.tools = *tools;
-  const bool has_tools = conversation.options.tools.is_array() && !conversation.options.tools.empty();
-  conversation.calls_tools = has_tools;
+}  // namespace
+
+bool thinks_at(const Fields& fields, const char* name, const std::string& effort) {
+  const char* const efforts[] = {"none", "minimal", "low", "medium", "high", "xhigh"};
+  if (std::find(std::begin(efforts), std::end(efforts), effort) == std::end(efforts))
+    fields.refuse(name, "none, minimal, low, medium, high or xhigh");
+  return effort != "none";
+}
+
+void read_tool_choice(const Fields& fields, Conversation& conversation) {
+  conversation.calls_tools = conversation.options.tools.is_array() && !conversation.options.tools.empty();
   fields.boolean("parallel_tool_calls", true);
   const Json* choice = fields.find("tool_choice");
   if (choice == nullptr) return;
@@ -35,8 +42,6 @@ void read_tools(const Fields& fields, Conversation& conversation) {
   }
 }
 
-}  // namespace
-
 Conversation read_conversation(const Fields& fields) {
   Conversation conversation;
   const Json* messages = fields.array("messages");
@@ -45,17 +50,14 @@ Conversation read_conversation(const Fields& fields) {
   // OpenAI's later name of the system's role.
   for (Json& message : conversation.messages)
     if (message.is_object() && message.contains("role") && message["role"] == "developer") message["role"] = "system";
-  read_tools(fields, conversation);
+  if (const Json* tools = fields.array("tools")) conversation.options.tools = *tools;
+  read_tool_choice(fields, conversation);
   if (const Json* format = fields.object("response_format")) {
     const std::optional<std::string> type = Fields(*format, "response_format.").string("type");
     if (type != "text") throw ApiError(400, "'response_format' can only be {\"type\": \"text\"} on this server", "response_format");
   }
-  if (const std::optional<std::string> effort = fields.string("reasoning_effort")) {
-    const char* const efforts[] = {"none", "minimal", "low", "medium", "high", "xhigh"};
-    if (std::find(std::begin(efforts), std::end(efforts), *effort) == std::end(efforts))
-      fields.refuse("reasoning_effort", "none, minimal, low, medium, high or xhigh");
-    conversation.options.enable_thinking = *effort != "none";
-  }
+  if (const std::optional<std::string> effort = fields.string("reasoning_effort"))
+    conversation.options.enable_thinking = thinks_at(fields, "reasoning_effort", *effort);
   if (const Json* variables = fields.object("chat_template_kwargs")) {
     conversation.options.template_variables = *variables;
     conversation.options.enable_thinking =

@@ -187,6 +187,7 @@ void Reply::advance(ReplyPiece& piece, std::chrono::milliseconds timeout) {
     ++n_tokens_;
     ReplyDelta fresh;
     if (parser_) {
+      n_thought_tokens_ += parser_->in_thought();
       parser_->push(token.id, fresh);
     } else {
       fresh.content = stream_->push(token.id);

@@ -78,6 +78,7 @@ class Reply {
   // Throws ApiError when the reply failed or the server is going down.
   void require_success() const;
   int64_t n_tokens() const { return n_tokens_; }   // that the text is made of, the stop id included
+  int64_t n_thought_tokens() const { return n_thought_tokens_; }   // of these
 
  private:
   void add(ReplyDelta fresh, ReplyPiece& piece);
@@ -93,7 +94,7 @@ class Reply {
   std::string stop_string_;
   bool has_calls_ = false;
   bool ended_ = false;
-  int64_t n_tokens_ = 0;
+  int64_t n_tokens_ = 0, n_thought_tokens_ = 0;
 };
 
 // "usage" of OpenAI's APIs, and "timings", over all replies to one prompt.
