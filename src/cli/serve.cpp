@@ -159,7 +159,9 @@ Command add_serve_command(CLI::App& program) {
   add_model(*app, options->model);
   app->add_option("--host", options->host, "address to listen on (default 127.0.0.1: this machine only)")->type_name("NAME");
   add_integer(*app, "--port", options->port, 0, 65535, "port to listen on; 0: any free one (default 8080)");
-  app->add_option("--api-key", options->keys, "answer only who sends this key; may be given more than once")->type_name("KEY");
+  app->add_option("--api-key", options->keys, "answer only who sends this key; may be given more than once (default: $BERYL_API_KEY)")
+      ->type_name("KEY")
+      ->envname("BERYL_API_KEY");
   app->add_option("--cors", options->cors_origin, "let browser pages of this origin read answers; *: of any (default: none)")
       ->type_name("ORIGIN");
   app->add_option("--name", options->name, "the model's name for clients (default: the file's)")->type_name("NAME");
