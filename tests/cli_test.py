@@ -102,7 +102,7 @@ class WrongUseTest(CliTest):
     def test_wrong_command_lines_are_one_line_and_status_2(self):
         model, out = self.model, self.folder / "out.safetensors"
         cases = [
-            (["fly"], "'fly'", "run, inspect"),
+            (["fly"], "'fly'", "run, serve, inspect"),
             (["a\nb"], "'a\\x0ab'"),
             (["--fly"], "--fly"),
             (["run"], "MODEL"),
