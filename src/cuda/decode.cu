@@ -100,6 +100,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     barrier_init(&small->has_factors, 1);
     barrier_init(&small->hand_over, 1);
     barrier_init(&small->hand_back, 1);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&small->task_full[i], 1);
+      barrier_init(&small->task_empty[i], kMatvecWarps);
+    }
     barrier_init_fence();
   }
   constexpr int kPhaseWords = sizeof(DecodePhase) / 16;
@@ -127,7 +131,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     give_registers<32>();
     // The last of four schedulers has the fewest warps that compute, where there are not 16 of them.
     if (block.warp == kMatvecWarps + 3) copy_weights(block);
-    else copy_attention(block, block.warp - kMatvecWarps);
+    else if (block.warp - kMatvecWarps < kAttentionCopiers) copy_attention(args, decode_shared, block.warp - kMatvecWarps);
   } else {
     take_registers<112>();
 #pragma unroll 1

@@ -19,6 +19,7 @@ inline constexpr int kDecodeRows = 8;           // rows of x for one reading of 
 inline constexpr int kWholeStepRows = 4;
 // Shared memory of a warp's digits, sums and scales (codec.cuh) in one chunk, which has two groups of 128 columns.
 BERYL_HOST_DEVICE constexpr int x_chunk_bytes(int n_rows, int group_bytes) { return 2 * n_rows * (group_bytes + 20); }
+inline constexpr int kTensorMapBytes = 128;      // of a tensor map (tensor_map.h)
 inline constexpr int kDecodeStamps = 4;         // times of a block in a phase: its begin, x ready, products done, its end
 inline constexpr int kDecodeFlagWords = 16;     // of DecodeArgs::flags
 
@@ -126,6 +127,7 @@ struct AttentionPhase {
   const float* q_rope;              // [n_rows][2][head_dim / 2]
   const float* k_rope;
   CacheView cache;
+  const void* maps;                 // of the cache's keys and values (tensor_map.h); null where there is no tensor copy engine
   const int32_t* table;             // [max_sequences][n_entries]
   int32_t n_entries;
   int32_t n_heads, heads_of_kv;

@@ -1,10 +1,12 @@
 // Launches of the decode kernel: the plan's phases with pointers, made once, and what a launch adds.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 
 #include "cuda/cuda_executor.h"
 #include "cuda/index_math.h"
+#include "cuda/tensor_map.h"
 
 namespace beryl::cuda {
 
@@ -100,6 +102,7 @@ AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned) const 
   phase.q = phase_rows(planned.x, 0);
   phase.out = phase_rows(planned.y, 0);
   phase.cache = cache_view(op.cache);
+  if (layout_.decode_maps >= 0) phase.maps = buffers_.as<uint8_t>(layout_.decode_maps) + int64_t{op.cache} * 2 * kTensorMapBytes;
   phase.table = token.table;
   phase.n_entries = token.n_entries;
   phase.n_heads = op.n_heads;
@@ -131,6 +134,23 @@ AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned) const 
     phase.appends = planned.source_op == planned.finish_op;
   }
   return phase;
+}
+
+// How the copy engine sees the caches that the decode kernel attends to.
+void CudaExecutor::send_cache_maps() {
+  if (layout_.decode_maps < 0) return;
+  std::vector<std::array<CUtensorMap, 2>> maps(program_.caches.size());
+  for (size_t i = 0; i < maps.size(); ++i) {
+    const CacheDecl& cache = program_.caches[i];
+    const auto group = static_cast<size_t>(cache.group);
+    if (!decode_attends(cache.head_dim, layout_.cache_element, program_.groups[group].window)) continue;
+    const CacheView view = cache_view(static_cast<int>(i));
+    const int64_t n_rows = int64_t{limits_.n_pages[group]} * cache.n_kv_heads * kPageTokens;
+    const int row_bytes = cache.head_dim * (layout_.cache_element == CacheElement::kFp8 ? 1 : 2);
+    maps[i] = {cache_tensor_map(view.keys, n_rows, row_bytes), cache_tensor_map(view.values, n_rows, row_bytes)};
+  }
+  check(cudaMemcpy(buffers_.as<uint8_t>(layout_.decode_maps), maps.data(), maps.size() * sizeof(maps[0]), cudaMemcpyHostToDevice),
+        "sending the caches' tensor maps");
 }
 
 // Phases and streams of all lists, one behind the other, to the device.
@@ -191,6 +211,7 @@ void CudaExecutor::send_decode_phases() {
   add(layout_.decode.single, decode_single_);
   BERYL_CHECK(static_cast<int>(phases.size()) == layout_.decode.n_phases(), "as many phases as were planned");
   if (phases.empty()) return;
+  send_cache_maps();
   check(cudaMemcpy(buffers_.as<DecodePhase>(layout_.decode_phases), phases.data(), phases.size() * sizeof(phases[0]), cudaMemcpyHostToDevice),
         "sending the decode phases");
   check(cudaMemcpy(buffers_.as<WeightStream>(layout_.decode_streams), streams.data(), streams.size() * sizeof(streams[0]), cudaMemcpyHostToDevice),
