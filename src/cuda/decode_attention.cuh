@@ -11,6 +11,7 @@
 //   scores   keys times q: warp (box, part of head_dim) multiplies 16 keys
 //   softmax  a warp a head: adds the parts, keeps the running maximum and sum; weights to two bf16
 //   values   values times weights: a warp owns 16 (32 of wide heads) columns of head_dim
+//   store    the sums, by way of shared memory
 //
 // A token with one unit is done then. Else unnormalised sums go to global memory, and as a second step each column is
 // merged by one warp, or by eight where there are many units. A sum that waits there is its own flag: nothing there means all
@@ -498,8 +499,10 @@ struct AttentionStep {
     const int half = kHalf != 0 ? kHalf : dim / 2;
     const uint32_t new_rows = u.new_rows;
     const int n_tasks = u.n_heads + 2 * __popc(new_rows);
+    // The last warps first: the first ones may still be storing what this block made of q.
+    const int first_task = kMatvecWarps - 1 - warp;
 #pragma unroll 1
-    for (int task = warp; task < n_tasks; task += kMatvecWarps) {
+    for (int task = first_task; task < n_tasks; task += kMatvecWarps) {
       const bool is_query = task < u.n_heads, is_values = !is_query && (task - u.n_heads) % 2 != 0;
       Head head;
       int row = u.row;
@@ -523,7 +526,7 @@ struct AttentionStep {
       load_head(head, half, is_query ? p.q : p.kv, row, col);
       if (norms) norm_head(head, half, weights, eps);
       if (rope != nullptr) turn_head(head, half, turns);
-      if (task == warp) DecodeBlock::barrier();     // the scratch changes hands
+      if (task == first_task) DecodeBlock::barrier();     // the scratch changes hands
       const float scale = kFp8 && !is_query ? cache_scale(head, half) : 1.0f;
       const bool appends = !is_query && row == u.row && u.append_row >= 0;
       const int64_t to_row = appends ? u.append_row : 0;
@@ -549,7 +552,7 @@ struct AttentionStep {
         if (appends) (is_values ? p.cache.value_scales : p.cache.key_scales)[to_row] = scale;
       }
     }
-    if (warp >= n_tasks) DecodeBlock::barrier();
+    if (first_task >= n_tasks) DecodeBlock::barrier();
   }
   // Calls function(row, slot) for the new tokens of a tile.
   template <class Function>
@@ -562,7 +565,8 @@ struct AttentionStep {
   }
   // Each warp puts new keys or values in for itself: n_bytes from first_byte on, where their slots are among n_slots from first_slot on,
   // which lie at `at`.
-  __device__ __forceinline__ void put_new(const TaskTile& tile, bool is_values, uint32_t at, int first_slot, int n_slots, int first_byte, int n_bytes) const {
+  __device__ __forceinline__ void put_new(const TaskTile& tile, bool is_values, uint32_t at, int first_slot, int n_slots, int first_byte,
+                                          int n_bytes) const {
     for_new(tile, [&](int row, int slot) {
       const int local = slot - first_slot, byte = first_byte + lane * 16;
       if (local >= 0 && local < n_slots && lane * 16 < n_bytes) {
@@ -588,7 +592,8 @@ struct AttentionStep {
     for (int piece = 0; piece < n_pieces; ++piece) {
       await();
       if (piece == own_piece) {
-        const int part_bits = parts == 4 ? 2 : 1, first_col = part * dim >> part_bits, n_steps = dim >> part_bits >> 5, first_byte = first_col * kElementBytes;
+        const int part_bits = parts == 4 ? 2 : 1, first_col = part * dim >> part_bits, n_steps = dim >> part_bits >> 5;
+        const int first_byte = first_col * kElementBytes;
         const uint32_t box_at = slot_address(ring) + static_cast<uint32_t>((box * kBoxRows & ((1 << u.piece_shift) - 1)) << u.row_shift);
         if (tile.held != 0) put_new(tile, false, box_at, box * kBoxRows, kBoxRows, first_byte, dim * kElementBytes >> part_bits);
         // Of 4 steps of 32 columns. What is set under a condition only would take registers from all that runs before.
@@ -607,7 +612,8 @@ struct AttentionStep {
             }
           } else {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) load_matrices(a[step][i], (at ^ static_cast<uint32_t>(step % 2 * 64 + i * 32)) + static_cast<uint32_t>(step / 2 * kBoxRows * 128));
+            for (int i = 0; i < 2; ++i)
+              load_matrices(a[step][i], (at ^ static_cast<uint32_t>(step % 2 * 64 + i * 32)) + static_cast<uint32_t>(step / 2 * kBoxRows * 128));
           }
         }
         const uint32_t row_bytes = static_cast<uint32_t>(AttentionScratch::query_bytes(dim));
@@ -616,32 +622,39 @@ struct AttentionStep {
                            static_cast<uint32_t>((first_col + lane / 8 * 8) * 2);
         float* to = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt) +
                     (part * kUnitHeads + third * (is_wide ? 2 : 1)) * AttentionScratch::kScoreStride + box * kBoxRows + group;
+        // A pass for the high parts, and one for the low ones.
+        const int n_passes = is_wide ? 2 * head_tiles() : 1;
+        float d[2][4] = {};
 #pragma unroll 1
-        for (int n = 0;;) {
-          float d[2][4] = {};
+        for (int pass = 0; pass < n_passes; ++pass) {
+          // Two loads before the first product of either; beyond the last step there is the last one once more.
 #pragma unroll
-          for (int low = 0; low < 2; ++low) {
-            if (low != 0 && !is_wide) break;
+          for (int first = 0; first < 4; first += 2) {
+            if (first >= n_steps) break;
+            uint32_t b[2][4];
 #pragma unroll
-            for (int step = 0; step < 4; ++step) {
-              if (step >= n_steps) break;
-              uint32_t b[4];
-              load_matrices(b, queries + (low != 0 ? row_bytes : 0u) + static_cast<uint32_t>(step * 64));
+            for (int i = 0; i < 2; ++i) load_matrices(b[i], queries + static_cast<uint32_t>(min(first + i, n_steps - 1) * 64));
 #pragma unroll
-              for (int i = 0; i < 2; ++i) mma_16bit<true>(d[i], a[step][i][0], a[step][i][1], a[step][i][2], a[step][i][3], b[2 * i], b[2 * i + 1]);
+            for (int step = 0; step < 2; ++step) {
+              if (first + step >= n_steps) break;
+#pragma unroll
+              for (int i = 0; i < 2; ++i)
+                mma_16bit<true>(d[i], a[first + step][i][0], a[first + step][i][1], a[first + step][i][2], a[first + step][i][3], b[step][2 * i],
+                                b[step][2 * i + 1]);
             }
           }
+          queries += row_bytes;
+          if (is_wide && pass % 2 == 0) continue;
           float v[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) v[i] = __fadd_rn(d[0][i], d[1][i]);
+          for (int i = 0; i < 4; ++i) v[i] = __fadd_rn(d[0][i], d[1][i]), d[0][i] = d[1][i] = 0;
           if (is_wide) {
             to[0] = v[0], to[8] = v[2];
             to[AttentionScratch::kScoreStride] = v[1], to[AttentionScratch::kScoreStride + 8] = v[3];
           } else {
             to[0] = __fadd_rn(v[0], v[1]), to[8] = __fadd_rn(v[2], v[3]);
           }
-          if (++n >= head_tiles()) break;
-          queries += 16 * row_bytes;
+          queries += 14 * row_bytes;
           to += 8 * AttentionScratch::kScoreStride;
         }
       }
@@ -729,75 +742,98 @@ struct AttentionStep {
     // Two matrices of high parts, two of low ones, of 8 keys each.
     uint32_t weights = shared_address(scratch + AttentionScratch::kWeightsAt) +
                        static_cast<uint32_t>((is_wide ? lane % 8 * 2 + upper : lane % 8) * AttentionScratch::kWeightBytes + middle * 16);
+    const auto load = [&](uint32_t (&a)[2][4], uint32_t (&b)[2][4], uint32_t at, uint32_t weights_at) {
+      const uint32_t address = swizzled(at);
+      load_matrices_transposed(a[0], address);
+      if (!kFp8 && row_tiles == 2) load_matrices_transposed(a[1], address ^ 32);
+      load_matrices(b[0], weights_at);
+      if (n_tiles == 2) load_matrices(b[1], weights_at + 16 * AttentionScratch::kWeightBytes);
+    };
+    const auto multiply = [&](uint32_t (&a)[2][4], const uint32_t (&b)[2][4]) {
+      if constexpr (kFp8) {
+        const uint32_t codes[4] = {a[0][0], a[0][1], a[0][2], a[0][3]};
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          a[m][0] = widen_e4m3(codes[2 * m] << 8), a[m][1] = widen_e4m3(codes[2 * m]);
+          a[m][2] = widen_e4m3(codes[2 * m + 1] << 8), a[m][3] = widen_e4m3(codes[2 * m + 1]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        if (n >= n_tiles) break;
+#pragma unroll
+        for (int low = 0; low < 2; ++low) {
+          if (low != 0 && !is_wide) break;
+#pragma unroll
+          for (int m = 0; m < 2; ++m)
+            if (m < row_tiles) mma_16bit<true>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2 * low], b[n][2 * low + 1]);
+        }
+      }
+    };
+    const uint32_t box_bytes = static_cast<uint32_t>(kBoxRows << u.row_shift);
+    const int boxes = works ? tile.boxes : 0;
 #pragma unroll 1
-    for (int box = 0; box < kBoxes;) {
+    for (int box = 0; box < kBoxes; box += n_boxes) {
       await();
       uint32_t at = slot_address(ring);
       if (tile.held != 0 && works) put_new(tile, true, at, box * kBoxRows, n_boxes * kBoxRows, first_byte, 16 * row_tiles * kElementBytes);
       at += lane_at;
-      const int end = box + n_boxes;
+      if (works) {
+        // The next box is loaded before this one is multiplied. Boxes that were not copied are not multiplied.
+        uint32_t a[2][2][4] = {}, b[2][2][4] = {};
+        load(a[0], b[0], at, weights);
 #pragma unroll 1
-      for (; box < end; ++box, weights += 32, at += static_cast<uint32_t>(kBoxRows << u.row_shift)) {
-        if (!works || tile.empty(box)) continue;
-        uint32_t a[2][4] = {}, b[2][4] = {};
-        load_matrices_transposed(a[0], swizzled(at));
-        load_matrices(b[0], weights);
-        if constexpr (kFp8) {
-          const uint32_t codes[4] = {a[0][0], a[0][1], a[0][2], a[0][3]};
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            a[m][0] = widen_e4m3(codes[2 * m] << 8), a[m][1] = widen_e4m3(codes[2 * m]);
-            a[m][2] = widen_e4m3(codes[2 * m + 1] << 8), a[m][3] = widen_e4m3(codes[2 * m + 1]);
-          }
-        } else if (row_tiles == 2) {
-          load_matrices_transposed(a[1], swizzled(at) ^ 32);
+        for (int i = 0; i < n_boxes; i += 2, at += 2 * box_bytes, weights += 64) {
+          if (n_boxes > 1) load(a[1], b[1], at + box_bytes, weights + 32);
+          if ((boxes >> (box + i) & 1) != 0) multiply(a[0], b[0]);
+          if (i + 2 < n_boxes) load(a[0], b[0], at + 2 * box_bytes, weights + 64);
+          if (n_boxes > 1 && (boxes >> (box + i + 1) & 1) != 0) multiply(a[1], b[1]);
         }
-        if (n_tiles == 2) load_matrices(b[1], weights + 16 * AttentionScratch::kWeightBytes);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          if (n >= n_tiles) break;
-#pragma unroll
-          for (int low = 0; low < 2; ++low) {
-            if (low != 0 && !is_wide) break;
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-              if (m < row_tiles) mma_16bit<true>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2 * low], b[n][2 * low + 1]);
-          }
-        }
+        if (n_boxes == 1) weights -= 32;
       }
       release();
     }
   }
 
+  // By way of shared memory, where the queries were: few instructions, and 16 bytes a lane.
   __device__ __forceinline__ void store(const float (&sums)[2][2][4]) const {
     const float* state = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
     constexpr int kApart = kFp8 ? 1 : 8;         // a lane's two columns
-    const bool whole = u.n_units == 1;
+    const bool whole = u.n_units == 1, is_wide = wide();
+    const int stride = dim + 4, first = third * (is_wide ? 2 : 1);          // spreads heads over the banks
+    float* values = reinterpret_cast<float*>(scratch + AttentionScratch::kQueriesAt);
     if (first_column() < dim) {
-      const bool is_wide = wide();
-      const int col = first_column() + group * (kFp8 ? 2 : 1), head_stride = whole ? dim : kMaxDecodeUnits * dim, first = third * (is_wide ? 2 : 1);
-      float* to = whole ? p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + first) * dim + col
-                        : args.partial_sums + ((int64_t{u.row} * p.n_heads + u.first_head + first) * kMaxDecodeUnits + u.unit) * dim + col;
-      const uint32_t flag = p.out.exchange ? flag_of(u.row) : 0u;
-      const float* head_sum = state + 2 * kUnitHeads + first;
+      float* to = values + first * stride + first_column() + group * (kFp8 ? 2 : 1);
 #pragma unroll
-      for (int n = 0; n < 2; ++n, to += 6 * head_stride) {
-        if (8 * n >= u.n_heads) break;
+      for (int n = 0; n < 2; ++n, to += 8 * stride) {
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd, to += head_stride) {
-          if (odd != 0 && !is_wide) break;
-          if (8 * n + first + odd >= u.n_heads) continue;
-          const float inverse = whole ? __fdividef(1.0f, head_sum[8 * n + odd]) : 1.0f;
+        for (int odd = 0; odd < 2; ++odd) {
+          if (8 * n + first + odd >= u.n_heads || (odd != 0 && !is_wide)) break;
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
             if (m >= row_tiles) break;
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-              const float sum = is_wide ? sums[m][n][i + odd] : __fadd_rn(sums[m][n][i], sums[m][n][i + 1]);
-              store_common_word(to + m * 16 + i / 2 * kApart, whole ? round_result(__fmul_rn(sum, inverse)) | flag : never_all_ones(sum));
-            }
+            for (int i = 0; i < 2; ++i)
+              to[odd * stride + m * 16 + i * kApart] = is_wide ? sums[m][n][2 * i + odd] : __fadd_rn(sums[m][n][2 * i], sums[m][n][2 * i + 1]);
           }
         }
+      }
+    }
+    DecodeBlock::barrier();
+    const int shift = 31 - __clz(dim);
+    const uint32_t flag = p.out.exchange ? flag_of(u.row) : 0u;
+#pragma unroll 1
+    for (int i = (warp * 32 + lane) * 4; i < u.n_heads << shift; i += kDecodeConsumers * 4) {
+      const int head = i >> shift, col = i & (dim - 1);
+      const float4 v = *reinterpret_cast<const float4*>(values + head * stride + col);
+      if (whole) {
+        const float inverse = __fdividef(1.0f, state[2 * kUnitHeads + head]);
+        const auto result = [&](float sum) { return round_result(__fmul_rn(sum, inverse)) | flag; };
+        store_common_words(p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + head) * dim + col,
+                           make_uint4(result(v.x), result(v.y), result(v.z), result(v.w)));
+      } else {
+        store_common_words(args.partial_sums + ((int64_t{u.row} * p.n_heads + u.first_head + head) * kMaxDecodeUnits + u.unit) * dim + col,
+                           make_uint4(never_all_ones(v.x), never_all_ones(v.y), never_all_ones(v.z), never_all_ones(v.w)));
       }
     }
     // As many as the merge has readers: one that nobody takes would wait for a layer with wider heads.
@@ -891,14 +927,14 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
     }
   };
   static_assert(kMergeShare <= 32);
-  // Lane i takes the state of the warp's unit i. Few sums are asked for along with the states, many when all states are there:
+  // Lane i takes the state of the warp's unit i. The sums are asked for along with the states, by eight warps when all states are there:
   // a unit leaves its state last.
   uint2 state = make_uint2(~0u, ~0u);
   uint4 bits[kMergeSums] = {};
   for (uint32_t polls = 0;; count_poll(polls)) {
     if (lane < n_own && (state.x == ~0u || state.y == ~0u)) state = load_common_pair(states);
     const bool waits = __any_sync(kAllLanes, lane < n_own && (state.x == ~0u || state.y == ~0u));
-    if (waits && n_own > 4) continue;
+    if (waits && n_warps != 1) continue;
     bool missing = waits;
     for_sums([&](int i, const float* from, bool has) {
       if (has) bits[i] = load_common_words(from);
@@ -941,10 +977,10 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
   asm volatile("bar.sync %0, 256;" ::"r"(2 + half) : "memory");
   if (first == 0) {
     float all = -INFINITY;
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < kMergeWarps; ++w) all = fmaxf(all, parts[w * (kMergeColumns + 2) + kMergeColumns]);
     float weight = 0, value = 0;
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < kMergeWarps; ++w) {
       const float* from = parts + w * (kMergeColumns + 2);
       const float f = all == -INFINITY ? 0.0f : expf(from[kMergeColumns] - all);
