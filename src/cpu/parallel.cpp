@@ -122,9 +122,9 @@ int cut_to_quota(size_t n) {
 int usable_cores() { return cut_to_quota(allowed_cores().size()); }
 
 int usable_processors() {
-  size_t n = 0;
-  for (const std::vector<int>& core : allowed_cores()) n += core.size();
-  return cut_to_quota(n);
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  return cut_to_quota(sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? static_cast<size_t>(CPU_COUNT(&allowed)) : 0);
 }
 
 std::vector<std::vector<int>> cores_of_threads(int n_threads) {
@@ -138,7 +138,9 @@ std::vector<std::vector<int>> cores_of_threads(int n_threads) {
 
 ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads > 0 ? n_threads : usable_cores())) {
   n_threads = static_cast<int>(stretches_.size());
-  spin_time_ = n_threads > usable_processors() ? std::chrono::microseconds{0} : kSpinTime;
+  const int n_processors = usable_processors();
+  spin_time_ = n_threads > n_processors ? std::chrono::microseconds{0} : kSpinTime;
+  n_to_wake_ = std::min(n_threads, n_processors) - 1;
   workers_.reserve(static_cast<size_t>(n_threads - 1));
   for (int thread = 1; thread < n_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
   const std::vector<std::vector<int>> cores = cores_of_threads(n_threads);
@@ -182,7 +184,11 @@ void ThreadPool::run(int64_t n_items, int64_t chunk, void* body, Call call) {
   state_.store(epoch << kEpochShift | kOpen);
   if (n_sleeping_.load() > 0) {
     { const std::lock_guard lock(mutex_); }
-    wake_.notify_all();
+    if (n_to_wake_ < static_cast<int>(workers_.size())) {
+      for (int i = 0; i < n_to_wake_; ++i) wake_.notify_one();
+    } else {
+      wake_.notify_all();
+    }
   }
   take_items(0);
   state_.fetch_and(~kOpen, std::memory_order_acq_rel);

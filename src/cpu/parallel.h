@@ -5,8 +5,8 @@
 // part; a worker that is still waking up is not waited for, because items are handed out one by one and the others
 // finish those that nobody took. When nothing runs, all workers sleep and use no CPU.
 //
-// With more threads than processors that the process may use nobody spins: a worker that waits would keep one that has work off its
-// processor.
+// With more threads than processors that the process may use nobody spins, and a loop wakes no more workers than there are processors:
+// others would only take them away from those that have work.
 //
 // Each thread begins with a stretch of items of its own, so that it reads the memory behind them as one stream, and then
 // helps the others with theirs. Which thread computes an item is a matter of chance: its result must not depend on it.
@@ -73,6 +73,7 @@ class ThreadPool {
   };
   std::vector<Stretch> stretches_;     // [n_threads]
   std::chrono::microseconds spin_time_;  // of a worker that waits
+  int n_to_wake_;                        // workers that a loop wakes
   alignas(64) std::atomic<int> n_sleeping_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
