@@ -95,7 +95,9 @@ class SchemaTest(WalkCase):
         {"type": "string", "minLength": 3}, {"type": "string", "maxLength": 4}, {"type": "string", "minLength": 2, "maxLength": 2},
         {"type": "string", "minLength": 20, "maxLength": 1000}, {"type": "string", "pattern": "^[a-c]+[0-9]{2,3}$"},
         {"type": "string", "pattern": "a.c"}, {"type": "string", "pattern": "(a+)+b"}, {"type": "string", "pattern": "^[^x]*$"},
-        {"type": "string", "pattern": "^\\d{3}-\\d{4}$"}, {"type": "string", "pattern": "^\\S+@\\w+$"}, {"type": "string", "pattern": "\\."},
+        {"type": "string", "pattern": "say \"[x\\\\\n\u00e9]{2}\""}, {"type": "string", "pattern": "^[^a]{3,5}$"}, {"type": "string", "pattern": "^a(\\.b+)?Z$"},
+        {"type": "string", "pattern": "^[\\x00-\\x1f\"]{4}$"}, {"type": "string", "pattern": "é|ü"}, {"type": "string", "pattern": "^\\S{1,4}$"}, {"type": "string", "maxLength": 0},
+        {"type": "string", "pattern": "^\\d{3}-\\d{4}$"}, {"type": "string", "pattern": "^\\S{1,4}@\\w+$"}, {"type": "string", "pattern": "\\."},
         {"type": "integer", "minimum": -5, "maximum": 13}, {"type": "integer", "exclusiveMinimum": 0}, {"type": "integer", "maximum": -7},
         {"type": "integer", "exclusiveMinimum": 9, "exclusiveMaximum": 12}, {"type": "integer", "minimum": 10, "maximum": 1000000007},
         {"type": "integer", "multipleOf": 7}, {"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 20},
@@ -124,7 +126,7 @@ class SchemaTest(WalkCase):
     def test_replies_satisfy_the_schema(self):
         for i, schema in enumerate(self.SCHEMAS):
             with self.subTest(schema=schema):
-                for text in self.replies("schema", schema, seed=i, most=1500):
+                for text in self.replies("schema", schema, n=6, seed=i, most=400):
                     value = json.loads(text)
                     if jsonschema:
                         jsonschema.Draft202012Validator(schema).validate(value)
@@ -134,17 +136,18 @@ class SchemaTest(WalkCase):
         import ipaddress
         import uuid
         from urllib.parse import urlparse
-        checks = {"date": lambda s: re.fullmatch(r"\d{4}-(0\d|1[0-2])-[0-3]\d", s, re.A), "time": lambda s: re.match(r"\d\d:\d\d:\d\d", s, re.A),
-                  "date-time": lambda s: re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", s, re.A), "ipv4": ipaddress.IPv4Address, "uuid": uuid.UUID,
+        # (What Python's library reads of fractions of seconds depends on its version.)
+        whole = lambda s: re.sub(r"\.\d+", "", s).replace("Z", "+00:00")
+        checks = {"date": datetime.date.fromisoformat, "time": lambda s: datetime.time.fromisoformat(whole(s)),
+                  "date-time": lambda s: datetime.datetime.fromisoformat(whole(s)), "ipv4": ipaddress.IPv4Address, "uuid": uuid.UUID,
                   "email": lambda s: "@" in s, "hostname": lambda s: re.fullmatch(r"[a-z0-9.-]+", s), "uri": lambda s: urlparse(s).scheme,
-                  "ipv6": lambda s: re.fullmatch(r"[0-9a-fA-F:.]+", s), "duration": lambda s: s.startswith("P"),
-                  "json-pointer": lambda s: s == "" or s.startswith("/"), "uri-reference": lambda s: True, "uri-template": lambda s: True,
+                  "ipv6": ipaddress.IPv6Address, "duration": lambda s: s.startswith("P"),
+                  "json-pointer": lambda s: s == "" or s.startswith("/"), "uri-reference": lambda s: urlparse(s),
                   "relative-json-pointer": lambda s: s[0].isdigit()}
         for name, check in checks.items():
             with self.subTest(format=name):
-                for text in self.replies("schema", {"type": "string", "format": name}, n=40):
+                for text in self.replies("schema", {"type": "string", "format": name}, n=12):
                     self.assertIsNot(check(json.loads(text)), None, text)
-        del datetime
 
     def test_an_unknown_format_is_noted(self):
         answer = self.walker("schema", {"type": "object", "properties": {"a": {"type": "string", "format": "iban"}}})
@@ -152,7 +155,7 @@ class SchemaTest(WalkCase):
         self.assertIn("'/properties/a': the format 'iban' is not enforced", answer["notes"][0])
 
     def test_objects(self):
-        for text in self.replies("json", "", n=40, most=3000):
+        for text in self.replies("json", "", n=12, most=400):
             self.assertIsInstance(json.loads(text), dict)
 
     def test_what_cannot_be_enforced_is_refused_with_its_place(self):
@@ -168,12 +171,12 @@ class SchemaTest(WalkCase):
                 ({"enum": [1, "x"], "type": "string"}, "value '1'"), ({"minimum": 3}, "'minimum'", "'type'"), ({"properties": {}}, "'properties'"),
                 ({"type": "number", "multipleOf": 0.5}, "'multipleOf'"), ({"type": "integer", "multipleOf": 3, "minimum": 0}, "multipleOf"),
                 ({"type": "integer", "minimum": 1.5}, "/minimum"), ({"type": "string", "pattern": "^a|b$c"}, "'$'"), ({"type": "string", "pattern": "a^"}, "'^'"),
-                ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"type": "string", "pattern": "\\bx"}, "escape"), ({"type": "string", "pattern": "^[^a]{0,10000}$"}, "pattern"), ({"type": "string", "pattern": "a\\\\b"}, "escapes"),
-                ({"type": "string", "pattern": "say \"x\""}, "escapes"), ({"type": "string", "pattern": "é"}, "ASCII"), ({"type": "string", "pattern": "[\\n]"}, "escapes"),
+                ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"type": "string", "pattern": "\\bx"}, "escape"),
                 ({"type": "string", "pattern": "a", "maxLength": 3}, "'pattern'"), ({"type": "string", "format": "date", "maxLength": 3}, "'format'"),
-                ({"type": "string", "pattern": "((a{1000}){1000}){1000}"}, "repetitions"), ({"type": "string", "maxLength": 10**9}, "100000"),
+                ({"type": "string", "pattern": "((a{1000}){1000})"}, "repetitions"), ({"type": "string", "maxLength": 10**9}, "100000"),
                 ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"), (False, "false"), ({"type": "string", "nullable": True}, "'nullable'"),
                 ({"type": "object", "properties": {"a": integer}, "required": ["b"]}, "'b'"), ({"type": ["integer", "number"]}, "integer"),
+                ({"type": "object", "properties": {f"k{i}": integer for i in range(50)}, "maxProperties": 3}, "more than 40"),
                 ({"type": "object", "patternProperties": {"^a": integer}, "additionalProperties": False}, "/patternProperties"),
                 ({"type": "array", "items": [integer]}, "prefixItems"), ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding'")]:
             with self.subTest(schema=schema):
@@ -210,9 +213,40 @@ class RegexTest(WalkCase):
                 for text in self.replies("regex", regex, seed=i):
                     self.assertTrue(re.fullmatch(python, text, re.A), (regex, text))
 
+    def test_random_expressions(self):
+        random = __import__("random").Random(7)
+
+        def make(depth):
+            kind = random.randrange(9 if depth else 4)
+            if kind < 3:
+                return random.choice(["a", "b", "x", "\\.", "\\d", "\\w", "[a-c]", "[^a]", ".", "\\n", "\"", "\\\\", "é", "[\\d_-]", " "])
+            if kind == 3:
+                return ""
+            if kind == 4:
+                return "(" + make(depth - 1) + "|" + make(depth - 1) + ")"
+            if kind in (5, 6):
+                return make(depth - 1) + make(depth - 1)
+            # (Some counts within counts are refused: those are rare, and skipped.)
+            return "(" + make(depth - 1) + ")" + random.choice(["*", "+", "?", "{2}", "{1,3}", "{0,2}", "{2,}", "{0}", "??", "*?"])
+        for i in range(150):
+            regex = make(4)
+            with self.subTest(regex=regex):
+                answers = self.walker("regex", regex, n=4, seed=i, most=60), self.walker("schema", {"type": "string", "pattern": f"^{regex}$"}, n=4, seed=i, most=60)
+                for kind, answer in enumerate(answers):
+                    if "a count of" in answer.get("error", ""):
+                        continue
+                    self.assertNotIn("error", answer)
+                    for reply in answer["replies"]:
+                        if reply["finished"]:
+                            text = bytes.fromhex(reply["hex"]).decode()
+                            text = json.loads(text) if kind else text
+                            self.assertTrue(re.fullmatch(regex, text, re.A), (regex, text))
+
     def test_what_is_no_regular_language_or_too_large_is_refused(self):
         for regex, *parts in [("(a)\\1", "byte 3"), ("a\\b", "escape"), ("(?=a)", "byte 0"), ("(?<!a)b", "byte 0"), ("(?i)a", "byte 0"), ("a$b", "'$'"), ("a^b", "'^'"), ("(^a)", "'^'"),
-                              ("(a$)|b", "'$'"), ("\\p{L}", "escape"), ("a++", "possessive"), ("[[:alpha:]]", "'['"), ("a{99999}", "10000"), ("(a{1000}){1000}", "repetitions"),
+                              ("(a$)|b", "'$'"), ("\\p{L}", "escape"), ("([a-z]{0,30}){0,30}x", "a count of what may be empty"), ("(a*|b){3}", "a count of what may be empty"),
+                              ("(([a-z]{1,30}){1,30}){1,30}x", "count of counts"),
+                              ("a++", "possessive"), ("[[:alpha:]]", "'['"), ("a{999999}", "100000"), ("(a{1000}){1000}", "repetitions"),
                               ("\\cA", "escape"), ("a}", "'}'"), ("a{,3}", "'{'"), ("a{x", "'{'"), ("(" * 100 + ")" * 100, "nesting"), ("[]", "class"), ("\\Qa\\E", "escape"), ("(?P<n>a)", "byte 0")]:
             with self.subTest(regex=regex):
                 self.assert_refused("regex", regex, *parts)
@@ -243,7 +277,7 @@ class GrammarTest(WalkCase):
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 14}, "unit": {"enum": ["c", "f"]},
-                                     "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2}, "opts": {"type": "object", "properties": {
+                                     "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2}, "opts": {"type": "object", "properties": {
                                          "lang": {"type": "string", "pattern": "^[a-z]{2}$"}, "deep": {"$ref": "#/$defs/flag"}}}},
     "required": ["city"], "$defs": {"flag": {"type": "boolean"}}}}},
     {"type": "function", "function": {"name": "stop", "description": "no arguments"}},
@@ -282,7 +316,7 @@ class ToolTest(WalkCase):
 
     def test_llama3(self):
         names = set()
-        for text in self.replies("llama3", TOOLS, n=60, most=3000):
+        for text in self.replies("llama3", TOOLS, n=20, most=1000):
             call = json.loads(text)
             self.assertEqual(list(call), ["name", "parameters"])
             self.validate(call["name"], call["parameters"])
@@ -293,7 +327,7 @@ class ToolTest(WalkCase):
     def test_gemma4(self):
         walker = Walker(GEMMA4_VOCABULARY)
         self.addCleanup(walker.close)
-        answer = walker("gemma4", TOOLS, n=40, most=1500)
+        answer = walker("gemma4", TOOLS, n=8, most=250)
         self.assertNotIn("error", answer)
         # Ids of the marks, which alone open and close.
         marks = {48: "\x03", 49: "\x04", 52: "\x05"}
@@ -316,8 +350,8 @@ class ToolTest(WalkCase):
                 self.assertTrue(text.startswith("<tool_call|>", at))
                 at += len("<tool_call|>")
                 n_calls += 1
-        self.assertGreater(n_calls, 10)
-        for parameters, part in (({"type": "object", "properties": {"a:b": {}}}, "'a:b'"), ({"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}, "'maxLength'"),
+        self.assertGreater(n_calls, 3)
+        for parameters, part in (({"type": "object", "properties": {"a:b": {}}}, "'a:b'"), ({"type": "object", "propertyNames": {"enum": ["k"]}}, "'propertyNames'"),
                                  ({"type": "object", "properties": {"a": {"not": {}}}}, "'not'")):
             answer = walker("gemma4", [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
             self.assertIn(part, answer["error"])
@@ -351,16 +385,16 @@ class RunTest(WalkCase):
         schema = self.folder / "schema.json"
         schema.write_text(json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}, "list": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}},
                                       "required": ["ok", "list"]}))
-        for text in self.ended(["--json-schema", schema], 400, 8):
+        for text in self.ended(["--json-schema", schema], 300, 4):
             value = json.loads(text)
             self.assertEqual(list(value), ["ok", "list"])
-        for text in self.ended(["--regex", "(yes|no)!{1,3}"], 30, 8):
+        for text in self.ended(["--regex", "(yes|no)!{1,3}"], 30, 4):
             self.assertRegex(text, r"\A(yes|no)!{1,3}\Z")
         grammar = self.folder / "grammar.ebnf"
         grammar.write_text('root ::= "<" [a-c]+ ">"')
-        for text in self.ended(["--grammar", grammar, "--device", "reference"], 60, 6):
+        for text in self.ended(["--grammar", grammar, "--device", "reference"], 60, 3):
             self.assertRegex(text, r"\A<[a-c]+>\Z")
-        for text in self.ended(["--json"], 3000, 6):
+        for text in self.ended(["--json"], 600, 4):
             self.assertIsInstance(json.loads(text), dict)
 
     def test_wrong_use_is_one_line(self):

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -11,8 +12,9 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "grammar/grammar_text.h"
 #include "grammar/json_schema.h"
-#include "grammar/regex_check.h"
+#include "grammar/regex.h"
 #include "grammar/tool_grammar.h"
 #include "weights/json_text.h"
 #include "weights/quote.h"
@@ -224,38 +226,17 @@ struct ConstraintCompiler::Impl {
     return split;
   }
 
-  // What the library makes of a schema. Where a string has a length it forgets that JSON strings hold no control characters;
-  // and a pattern that it cannot fit into a JSON string it writes as it is, quotes and all.
-  static xgrammar::Grammar grammar_of_schema(const std::string& text) {
-    const auto convert = [](const std::string& schema) {
-      return xgrammar::Grammar::FromJSONSchema(schema, /*any_whitespace=*/true, std::nullopt, std::nullopt, /*strict_mode=*/false, kMaxBlanks);
-    };
-    for (const std::string& pattern : patterns_of(nlohmann::ordered_json::parse(text)))
-      if (convert(nlohmann::ordered_json{{"type", "string"}, {"pattern", pattern}}.dump()).ToString().find("Regex(") == std::string::npos)
-        throw Error(ErrorCode::kUnsupported, fmt::format("JSON schema: the pattern {} cannot be expressed within a JSON string, or is too large", quote(pattern)));
-    const xgrammar::Grammar grammar = convert(text);
-    static constexpr std::string_view kAnyCharacter = "[^\\\"\\\\\\r\\n]", kCharacter = "[^\\0-\\x1f\\\"\\\\]";
-    std::string made = grammar.ToString();
-    if (made.find(kAnyCharacter) == made.npos) return grammar;
-    for (size_t at = 0; (at = made.find(kAnyCharacter, at)) != made.npos; at += kCharacter.size()) made.replace(at, kAnyCharacter.size(), kCharacter);
-    return xgrammar::Grammar::FromEBNF(made);
-  }
-
-  static std::vector<std::string> patterns_of(const nlohmann::ordered_json& schema) {
-    std::vector<std::string> patterns;
-    const auto add = [&](const nlohmann::ordered_json& inner) {
-      for (std::string& pattern : patterns_of(inner)) patterns.push_back(std::move(pattern));
-    };
-    if (schema.is_array())
-      for (const auto& item : schema) add(item);
-    if (!schema.is_object()) return patterns;
-    for (const auto& [key, value] : schema.items()) {
-      if (key == "pattern" && value.is_string()) patterns.push_back(value.get<std::string>());
-      if (key == "patternProperties" && value.is_object())
-        for (const auto& [pattern, inner] : value.items()) patterns.push_back(pattern);
-      if (key != "const" && key != "enum") add(value);
+  // The constants that stand for patterns become rules, one for equal ones.
+  static std::string with_patterns(const std::string& grammar, const std::vector<SchemaPattern>& patterns, RegexPlace place) {
+    std::vector<LiteralPart> parts;
+    std::string rules;
+    std::map<std::string, std::string> rule_of;   // by expression
+    for (const SchemaPattern& pattern : patterns) {
+      const auto [at, is_new] = rule_of.emplace(pattern.regex, fmt::format("pattern_of_string_{}", rule_of.size()));
+      if (is_new) rules += fmt::format("{} ::= {}\n", at->second, rule_of_regex(pattern.place, pattern.regex, place));
+      parts.push_back({pattern.constant, at->second});
     }
-    return patterns;
+    return with_literal_parts(grammar, parts) + rules;
   }
 
   xgrammar::Grammar grammar_of(const ConstraintSpec& spec, std::vector<std::string>& notes) const {
@@ -264,15 +245,20 @@ struct ConstraintCompiler::Impl {
     if (spec.text.size() > most) refuse(ErrorCode::kBadInput, name, fmt::format("has {} bytes, at most {} are allowed", spec.text.size(), most));
     if (!is_utf8(spec.text)) refuse(ErrorCode::kBadInput, name, "is not UTF-8");
     const auto from_schema = [&](const nlohmann::ordered_json& schema) {
-      const std::string text = checked_schema(std::string(name), schema, notes).dump();
-      return translated(name, [&] { return grammar_of_schema(text); });
+      const CheckedSchema checked = checked_schema(std::string(name), schema, notes);
+      return translated(name, [&] {
+        const xgrammar::Grammar grammar = xgrammar::Grammar::FromJSONSchema(checked.schema.dump(), /*any_whitespace=*/true, std::nullopt, std::nullopt,
+                                                                            /*strict_mode=*/false, kMaxBlanks);
+        if (checked.patterns.empty()) return grammar;
+        return xgrammar::Grammar::FromEBNF(with_patterns(grammar.ToString(), checked.patterns, RegexPlace::kJsonString));
+      });
     };
     switch (spec.kind) {
       case ConstraintSpec::Kind::kJsonObject: return from_schema({{"type", "object"}});
       case ConstraintSpec::Kind::kJsonSchema: return from_schema(parse_json<nlohmann::ordered_json>(std::string(name), spec.text));
       case ConstraintSpec::Kind::kRegex: {
-        const std::string regex = checked_regex(std::string(name), spec.text);
-        return translated(name, [&] { return xgrammar::Grammar::FromRegex(regex); });
+        const std::string rule = rule_of_regex(std::string(name), spec.text, RegexPlace::kText);
+        return translated(name, [&] { return xgrammar::Grammar::FromEBNF("root ::= " + rule); });
       }
       case ConstraintSpec::Kind::kGrammar:
         check_nesting(std::string(name), spec.text);
@@ -280,12 +266,14 @@ struct ConstraintCompiler::Impl {
       case ConstraintSpec::Kind::kLlama3ToolCall: return from_schema(llama3_call_schema(std::string(name), spec.text));
       case ConstraintSpec::Kind::kGemma4ToolCalls: {
         if (!marks.are_there()) refuse(ErrorCode::kUnsupported, name, "the vocabulary lacks the marks of Gemma 4's calls (<|tool_call>)");
-        const std::string tag = gemma4_calls_tag(std::string(name), spec.text, notes).dump();
+        std::vector<SchemaPattern> patterns;
+        const std::string tag = gemma4_calls_tag(std::string(name), spec.text, patterns, notes).dump();
         return translated(name, [&] {
           auto made = xgrammar::Grammar::FromStructuralTag(tag, *info_with_marks);
           if (auto* error = std::get_if<xgrammar::StructuralTagError>(&made))
             throw std::runtime_error(std::visit([](const auto& one) { return std::string(one.what()); }, *error));
-          return xgrammar::Grammar::FromEBNF(with_mark_tokens(std::get<xgrammar::Grammar>(made).ToString(), marks));
+          const std::string grammar = with_mark_tokens(std::get<xgrammar::Grammar>(made).ToString(), marks);
+          return xgrammar::Grammar::FromEBNF(with_patterns(grammar, patterns, RegexPlace::kText));
         });
       }
     }
@@ -300,6 +288,7 @@ struct ConstraintCompiler::Impl {
   xgrammar::GrammarCompiler compiler;
   std::optional<xgrammar::TokenizerInfo> info_with_marks;        // where there are any
   std::optional<xgrammar::GrammarCompiler> compiler_with_marks;
+  std::mutex compiling;                   // one at a time: it takes all threads anyway
   std::mutex mutex;                       // of what is kept
   std::deque<std::pair<ConstraintSpec, std::shared_ptr<const CompiledConstraint>>> kept;
 };
@@ -320,7 +309,10 @@ std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const Cons
   const bool has_marks = spec.kind == ConstraintSpec::Kind::kGemma4ToolCalls;
   xgrammar::GrammarCompiler& compiler = has_marks ? *impl_->compiler_with_marks : impl_->compiler;
   auto data = std::make_unique<const CompiledConstraint::Data>(
-      CompiledConstraint::Data{translated(name, [&] { return compiler.CompileGrammar(grammar); }), impl_->split, std::move(notes)});
+      CompiledConstraint::Data{translated(name, [&] {
+                                              const std::lock_guard lock(impl_->compiling);
+                                              return compiler.CompileGrammar(grammar);
+                                            }), impl_->split, std::move(notes)});
   auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
   std::vector<uint32_t> mask;
   Constraint first = compiled->start();

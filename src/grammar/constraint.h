@@ -23,7 +23,8 @@ struct ConstraintSpec {
     kJsonObject,       // any JSON object; text is not used
     kJsonSchema,       // text: the schema
     kRegex,            // text: matches the whole reply
-    kGrammar,          // text: EBNF as xgrammar writes it (GBNF is much the same); the rule "root" is the reply
+    kGrammar,          // text: EBNF as xgrammar writes it (GBNF is much the same); the rule "root" is the reply. Not from
+                       // strangers: a grammar of counts within counts may take for ever, and cannot be told from others
     kGemma4ToolCalls,  // text: OpenAI's tools list; one or more calls in Gemma 4's own notation, control tokens included
     kLlama3ToolCall,   // text: likewise; one call as Llama 3 writes it: {"name": …, "parameters": {…}}
   };

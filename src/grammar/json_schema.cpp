@@ -1,14 +1,14 @@
 #include "grammar/json_schema.h"
 
 #include <algorithm>
-#include <cctype>
+#include <map>
+#include <utility>
 #include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "base/error.h"
-#include "grammar/regex_check.h"
 #include "weights/json_text.h"
 #include "weights/quote.h"
 
@@ -19,20 +19,64 @@ using Json = nlohmann::ordered_json;
 using Keys = std::set<std::string_view>;
 
 constexpr int64_t kMaxCount = 100000;   // of lengths and items that are counted
+constexpr size_t kMaxCountedProperties = 40;
 constexpr size_t kMaxSchemas = 20000;
 
 // What says something to people only.
 const Keys kAnnotations = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id", "id"};
 const Keys kDefinitions = {"$defs", "definitions"};
-const Keys kFormats = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"};
+
+// Formats as expressions. Narrower than need be here and there (no 29th of February, years of this and the last millennium,
+// no leap seconds), and never too wide.
+const std::string kDate = R"([12]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8])))";
+const std::string kTime = R"(([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+\-]([01]\d|2[0-3]):[0-5]\d))";
+const std::string kByte = R"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d))";
+const std::string kGroup = "[0-9a-f]{1,4}";
+const std::string kLabel = R"([a-z0-9]([a-z0-9\-]{0,30}[a-z0-9])?)";
+const std::string kHost = kLabel + R"((\.)" + kLabel + "){0,7}";
+const std::string kSegment = R"(([A-Za-z0-9\-._~!$&'()*+,;=:@]|%[0-9A-F]{2}))";
+const std::string kTail = "(/" + kSegment + R"(*)*(\?()" + kSegment + "|[/?])*)?(#(" + kSegment + "|[/?])*)?";
+const std::string kPointer = "(/([^/~]|~[01])*)*";
+const std::string kDays = R"((\d{1,4}Y(\d{1,4}M(\d{1,4}D)?)?|\d{1,4}M(\d{1,4}D)?|\d{1,4}D))";
+const std::string kHours = R"((T(\d{1,4}H(\d{1,4}M(\d{1,4}S)?)?|\d{1,4}M(\d{1,4}S)?|\d{1,4}S)))";
+const std::map<std::string, std::string> kFormats = {
+    {"date", kDate},
+    {"time", kTime},
+    {"date-time", kDate + "T" + kTime},
+    {"duration", "P(" + kDays + kHours + "?|" + kHours + R"(|\d{1,4}W))"},
+    {"ipv4", "(" + kByte + R"(\.){3})" + kByte},
+    {"ipv6", "((" + kGroup + ":){7}" + kGroup + "|(" + kGroup + ":){1,3}(:" + kGroup + "){1,3}|::(" + kGroup + ")?)"},
+    {"hostname", kHost},
+    {"email", R"([A-Za-z0-9_%+\-]{1,32}(\.[A-Za-z0-9_%+\-]{1,16}){0,2}@)" + kHost},
+    {"uuid", "[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}"},
+    {"uri", R"([a-z][a-z0-9+.\-]{0,15}:(//)" + kHost + R"((:\d{1,4})?)" + kTail + "|" + kSegment + "+)"},
+    {"uri-reference", "(//" + kHost + ")?" + kTail},
+    {"json-pointer", kPointer},
+    {"relative-json-pointer", "(0|[1-9][0-9]{0,8})(#|" + kPointer + ")"},
+};
 
 class SchemaCheck {
  public:
   SchemaCheck(const std::string& name, const Json& root, std::vector<std::string>& notes) : name_(name), root_(root), notes_(notes) {}
 
-  Json run() { return schema(root_, ""); }
+  CheckedSchema run() {
+    const std::string text = root_.dump(-1, ' ', true, Json::error_handler_t::replace);
+    while (text.find(constant_stem_) != text.npos) constant_stem_ += '_';
+    CheckedSchema result;
+    result.schema = schema(root_, "");
+    result.patterns = std::move(patterns_);
+    return result;
+  }
 
  private:
+  // What stands for a string that matches as a whole.
+  Json matching(const std::string& regex, const std::string& place) {
+    patterns_.push_back({fmt::format("{}{}x", constant_stem_, patterns_.size()), regex, fmt::format("{}: at {}", name_, place.empty() ? "its root" : quote(place, 120))});
+    return {{"const", patterns_.back().constant}};
+  }
+
+  // A pattern of JSON Schema may match anywhere within the string. What matches as a whole does so, too; but "^" and "$" at
+  // its ends are all that it may say of that.
   [[noreturn]] void bad(const std::string& place, const std::string& why) const {
     throw Error(ErrorCode::kBadInput, fmt::format("{}: at {}: {}", name_, place.empty() ? "its root" : quote(place, 120), why));
   }
@@ -192,7 +236,7 @@ class SchemaCheck {
     Json result = {{"type", type}};
     for (const auto& [key, value] : node.items())
       if (key != "type" && keys.contains(key)) result[key] = value;
-    if (type == "string") check_string(result, place);
+    if (type == "string") return string_of(result, place);
     if (type == "integer" || type == "number") check_number(result, place, type == "integer");
     if (type == "array") check_array(result, place);
     if (type == "object") check_object(result, place);
@@ -208,44 +252,32 @@ class SchemaCheck {
     return at->get<int64_t>();
   }
 
-  void check_string(Json& node, const std::string& place) {
+  Json string_of(Json& node, const std::string& place) {
     const int64_t least = count(node, place, "minLength"), most = count(node, place, "maxLength");
     if (most >= 0 && least > most) bad(place, "minLength is greater than maxLength");
-    if (const auto at = node.find("pattern"); at != node.end()) {
-      if (!at->is_string()) bad(below(place, "pattern"), "a string was expected");
-      if (least >= 0 || most >= 0) unsupported(place, "'pattern' beside 'minLength' or 'maxLength'");
-      *at = checked_pattern(at->get<std::string>(), below(place, "pattern"));
-    }
+    const bool has_length = least > 0 || most >= 0;
     if (const auto at = node.find("format"); at != node.end()) {
       if (!at->is_string()) bad(below(place, "format"), "a string was expected");
-      const auto format = at->get<std::string>();
-      if (!kFormats.contains(format)) {
-        note_format(node, place, format);
-      } else if (node.contains("pattern") || least >= 0 || most >= 0) {
-        unsupported(place, "'format' beside 'pattern', 'minLength' or 'maxLength'");
+      const auto format = kFormats.find(at->get<std::string>());
+      if (format == kFormats.end()) {
+        note_format(node, place, at->get<std::string>());
+      } else {
+        if (node.contains("pattern") || has_length) unsupported(place, "'format' beside 'pattern', 'minLength' or 'maxLength'");
+        return matching(format->second, below(place, "format"));
       }
     }
+    if (const auto at = node.find("pattern"); at != node.end()) {
+      if (!at->is_string()) bad(below(place, "pattern"), "a string was expected");
+      if (has_length) unsupported(place, "'pattern' beside 'minLength' or 'maxLength'");
+      return matching(at->get<std::string>(), below(place, "pattern"));
+    }
+    if (!has_length) return {{"type", "string"}};
+    return matching(most < 0 ? fmt::format("[\\s\\S]{{{},}}", least) : fmt::format("[\\s\\S]{{{},{}}}", std::max<int64_t>(least, 0), most), place);
   }
 
   void note_format(Json& node, const std::string& place, const std::string& format) {
     notes_.push_back(fmt::format("{}: at {}: the format {} is not enforced", name_, place.empty() ? "its root" : quote(place, 120), quote(format)));
     node.erase("format");
-  }
-
-  // Within a JSON string some characters stand escaped, which a pattern knows nothing of: the library leaves them out of every
-  // class, and where the pattern asks for one itself it would write it as it is.
-  std::string checked_pattern(const std::string& pattern, const std::string& place) const {
-    const std::string result = checked_regex(fmt::format("{}: at {}", name_, quote(place, 120)), pattern);
-    for (size_t i = 0; i < pattern.size(); ++i) {
-      const auto byte = static_cast<unsigned char>(pattern[i]);
-      const bool is_escape = byte == '\\' && i + 1 < pattern.size();
-      const char escaped = is_escape ? pattern[i + 1] : '\0';
-      if (byte < 0x20 || byte > 0x7e) unsupported(place, "a pattern with other characters than those of ASCII");
-      if (byte == '"' || (is_escape && std::string_view("\\\"nrtfv0xu").find(escaped) != std::string_view::npos))
-        unsupported(place, fmt::format("the pattern {} names characters that a JSON string escapes, or by number", quote(pattern)));
-      i += is_escape ? 1 : 0;
-    }
-    return result;
   }
 
   void check_number(Json& node, const std::string& place, bool is_integer) {
@@ -311,18 +343,27 @@ class SchemaCheck {
         unsupported(below(place, key), "together with 'properties', 'additionalProperties' or each other");
       if (!at->is_object()) bad(below(place, key), "an object was expected");
       if (std::string_view(key) == "patternProperties") {
+        // One pattern for all names, which is what propertyNames and additionalProperties say together.
         if (at->size() != 1) unsupported(below(place, key), "another number of patterns than one");
-        Json checked = Json::object();
-        for (const auto& [pattern, property] : at->items())
-          checked[checked_pattern(pattern, below(place, key))] = schema(property, below(below(place, key), pattern));
-        *at = std::move(checked);
+        const std::string pattern = at->begin().key();
+        Json property = schema(at->begin().value(), below(below(place, key), pattern));
+        Json names_schema = Json{{"enum", Json::array({matching(pattern, below(place, key))["const"]})}};
+        node.erase("patternProperties");
+        node["propertyNames"] = std::move(names_schema);
+        node["additionalProperties"] = std::move(property);
       } else {
         Json names_schema = *at;
-        if (!names_schema.contains("type")) names_schema["type"] = "string";
-        if (names_schema["type"] != "string") bad(below(place, key), "a schema of strings was expected");
-        *at = schema(names_schema, below(place, key));
+        if (!names_schema.contains("type") && !names_schema.contains("enum") && !names_schema.contains("const")) names_schema["type"] = "string";
+        if (names_schema.contains("type") && names_schema["type"] != "string") bad(below(place, key), "a schema of strings was expected");
+        Json checked = schema(names_schema, below(place, key));
+        if (checked.contains("const")) checked = Json{{"enum", Json::array({checked["const"]})}};
+        *at = std::move(checked);
       }
+      break;
     }
+    // The library counts properties by writing out which come together.
+    if ((least > 0 || most >= 0) && names.size() > kMaxCountedProperties)
+      unsupported(place, fmt::format("minProperties or maxProperties beside more than {} properties", kMaxCountedProperties));
     if (has_properties) {
       // A name of the list could come again as one of the others, with another value. Without others it is an answer still.
       if (allows_others) notes_.push_back(fmt::format("{}: at {}: no other properties than those of the list are offered", name_, place.empty() ? "its root" : quote(place, 120)));
@@ -333,12 +374,14 @@ class SchemaCheck {
   const std::string& name_;
   const Json& root_;
   std::vector<std::string>& notes_;
+  std::vector<SchemaPattern> patterns_;
+  std::string constant_stem_ = "stands-for-pattern-";
   size_t n_schemas_ = 0;
 };
 
 }  // namespace
 
-nlohmann::ordered_json checked_schema(const std::string& name, const nlohmann::ordered_json& schema, std::vector<std::string>& notes) {
+CheckedSchema checked_schema(const std::string& name, const nlohmann::ordered_json& schema, std::vector<std::string>& notes) {
   return SchemaCheck(name, schema, notes).run();
 }
 

@@ -3,7 +3,8 @@
 //
 // The library takes one keyword of a schema and drops the others without a word: beside $ref, const, enum, anyOf, oneOf and
 // allOf nothing counts, "not" and "if" never do. So a schema is walked here first, and what would be dropped is refused with
-// its place:
+// its place. Patterns, formats and lengths of strings it takes too widely (regex.h tells how), so these are rules of our own:
+// the schema gets a constant in their place, which becomes the rule in the grammar.
 //
 //   $ref "#…"          alone
 //   const, enum        beside a "type" that all of the values have, alone
@@ -31,8 +32,18 @@
 
 namespace beryl {
 
-// The schema as the library is to get it. name: for messages ("--json-schema: FILE"). Throws Error(kBadInput or
-// kUnsupported) that names the place as a JSON pointer.
-nlohmann::ordered_json checked_schema(const std::string& name, const nlohmann::ordered_json& schema, std::vector<std::string>& notes);
+struct SchemaPattern {
+  std::string constant;      // what stands in its place, a string that the schema does not hold
+  std::string regex;         // what the string has to match as a whole
+  std::string place;         // for messages
+};
+
+struct CheckedSchema {
+  nlohmann::ordered_json schema;          // as the library is to get it
+  std::vector<SchemaPattern> patterns;
+};
+
+// name: for messages. Throws Error(kBadInput or kUnsupported) that names the place as a JSON pointer.
+CheckedSchema checked_schema(const std::string& name, const nlohmann::ordered_json& schema, std::vector<std::string>& notes);
 
 }  // namespace beryl

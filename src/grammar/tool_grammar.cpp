@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
-#include "grammar/json_schema.h"
+#include "grammar/grammar_text.h"
 #include "text/chat_message.h"
 #include "weights/json_text.h"
 #include "weights/quote.h"
@@ -82,12 +82,22 @@ void check_keys(const std::string& name, const Json& schema) {
       for (const auto& [property, inner] : value.items())
         if (property.empty() || property.find_first_of(":,{}[]<>|\" \t\r\n") != property.npos)
           throw Error(ErrorCode::kUnsupported, fmt::format("{}: the property {} cannot be written in Gemma 4's notation, whose keys are bare", name, quote(property)));
-    if ((key == "minLength" || key == "maxLength") && value.is_number())
-      throw Error(ErrorCode::kUnsupported, fmt::format("{}: {} cannot be enforced in Gemma 4's notation", name, quote(key)));
-    if (key == "patternProperties" || key == "propertyNames")
+    if (key == "propertyNames")
       throw Error(ErrorCode::kUnsupported, fmt::format("{}: {} cannot be enforced in Gemma 4's notation", name, quote(key)));
     if (key != "const" && key != "enum") check_keys(name, value);
   }
+}
+
+// The constants that stand for patterns, with `prefix`.
+Json with_constants_of(const Json& schema, const std::string& prefix, const std::vector<SchemaPattern>& patterns) {
+  if (schema.is_string()) {
+    const bool is_one = std::any_of(patterns.begin(), patterns.end(), [&](const SchemaPattern& pattern) { return pattern.constant == prefix + schema.get<std::string>(); });
+    return is_one ? Json(prefix + schema.get<std::string>()) : schema;
+  }
+  if (!schema.is_structured()) return schema;
+  Json result = schema;
+  for (auto& [key, value] : result.items()) value = with_constants_of(value, prefix, patterns);
+  return result;
 }
 
 // "#/…" within a tool's schema, as seen from the place where it is put.
@@ -118,11 +128,17 @@ ToolTokens find_tool_tokens(const Tokenizer& tokenizer) {
   return tokens;
 }
 
-nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view text, std::vector<std::string>& notes) {
+nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view text, std::vector<SchemaPattern>& patterns, std::vector<std::string>& notes) {
+  int n_tools = 0;
   Json tags = Json::array();
   for (const Tool& tool : tools_of(name, text)) {
     const std::string its_name = fmt::format("{}: the parameters of {}", name, quote(tool.name));
-    const Json schema = sorted(checked_schema(its_name, tool.parameters, notes));
+    CheckedSchema checked = checked_schema(its_name, tool.parameters, notes);
+    // Each tool is walked by itself: constants of different tools are told apart by the tool.
+    const std::string its_own = fmt::format("tool{}-", n_tools++);
+    for (SchemaPattern& pattern : checked.patterns) pattern.constant = its_own + pattern.constant;
+    const Json schema = sorted(with_constants_of(checked.schema, its_own, checked.patterns));
+    patterns.insert(patterns.end(), checked.patterns.begin(), checked.patterns.end());
     check_keys(its_name, schema);
     Json content = {{"type", "json_schema"}, {"style", "gemma"}, {"excludes", {"<|tool_call>", "<tool_call|>"}}, {"json_schema", schema}};
     tags.push_back({{"type", "tag"}, {"begin", "<|tool_call>call:" + tool.name}, {"content", std::move(content)}, {"end", "<tool_call|>"}});
@@ -132,76 +148,31 @@ nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_vie
 }
 
 std::string with_mark_tokens(const std::string& grammar, const ToolTokens& tokens) {
-  static constexpr std::string_view kBlanks = "[ \\n\\r\\t]* ";
-  static constexpr std::string_view kTexts[] = {"<|tool_call>", "<tool_call|>", "<|\\\"|>"};   // as literals write them
-  std::string result;
-  // How the library says "any text without these": bytes of any kind. What cannot stand there are tokens, so text it is.
-  static constexpr std::string_view kAnyText = "TagDispatch(", kText = "[^\\0]*";
-  int macro_depth = 0;   // within Regex(…) and the like, whose texts stay text
+  // Blanks between the notation's parts, of which it has none; and "any text without these marks", bytes of any kind. Since
+  // the marks are tokens that no text matches, any text will do.
+  static constexpr std::string_view kBlanks = "[ \\n\\r\\t]* ", kAnyText = "TagDispatch(", kText = "[^\\0]*";
+  std::string text;
   for (size_t i = 0; i < grammar.size();) {
-    if (macro_depth == 0 && grammar.compare(i, kBlanks.size(), kBlanks) == 0) {
+    if (grammar.compare(i, kBlanks.size(), kBlanks) == 0) {
       i += kBlanks.size();
-      continue;
-    }
-    if (grammar.compare(i, kAnyText.size(), kAnyText) == 0) {
+    } else if (grammar.compare(i, kAnyText.size(), kAnyText) == 0) {
       i += kAnyText.size();
       for (int depth = 1; i < grammar.size() && depth > 0; ++i) {
-        if (grammar[i] == '"')
+        if (grammar[i] == '"') {
           for (++i; i < grammar.size() && grammar[i] != '"'; ++i) i += grammar[i] == '\\' ? 1 : 0;
-        else
+        } else {
           depth += grammar[i] == '(' ? 1 : grammar[i] == ')' ? -1 : 0;
+        }
       }
-      result += kText;
-      continue;
+      text += kText;
+    } else {
+      text += grammar[i++];
     }
-    const char c = grammar[i];
-    if (c == '[') {   // a class, which may hold anything
-      const size_t begin = i++;
-      while (i < grammar.size() && grammar[i] != ']') i += grammar[i] == '\\' ? 2 : 1;
-      i = std::min(i + 1, grammar.size());
-      result += grammar.substr(begin, i - begin);
-      continue;
-    }
-    if (c != '"') {
-      // A name right before a bracket is a macro's.
-      if (c == '(' && (macro_depth > 0 || (i > 0 && std::isalnum(static_cast<unsigned char>(grammar[i - 1])) != 0))) ++macro_depth;
-      if (c == ')' && macro_depth > 0) --macro_depth;
-      result += c;
-      ++i;
-      continue;
-    }
-    size_t end = i + 1;
-    while (end < grammar.size() && grammar[end] != '"') end += grammar[end] == '\\' ? 2 : 1;
-    std::string_view literal = std::string_view(grammar).substr(i + 1, end - i - 1);
-    i = std::min(end + 1, grammar.size());
-    if (macro_depth > 0) {
-      result += fmt::format("\"{}\"", literal);
-      continue;
-    }
-    // The literal's pieces between the marks; an empty one only where there is nothing else.
-    std::string pieces;
-    std::string piece;
-    const auto flush = [&] {
-      if (!piece.empty()) pieces += fmt::format("{}\"{}\"", pieces.empty() ? "" : " ", piece);
-      piece.clear();
-    };
-    while (!literal.empty()) {
-      size_t mark = 0;
-      while (mark < 3 && !literal.starts_with(kTexts[mark])) ++mark;
-      if (mark < 3) {
-        flush();
-        pieces += fmt::format("{}Token({})", pieces.empty() ? "" : " ", tokens.marks[mark].id);
-        literal.remove_prefix(kTexts[mark].size());
-      } else {
-        const size_t n = literal[0] == '\\' && literal.size() > 1 ? 2 : 1;
-        piece += literal.substr(0, n);
-        literal.remove_prefix(n);
-      }
-    }
-    flush();
-    result += pieces.empty() ? "\"\"" : pieces;
   }
-  return result;
+  static constexpr std::string_view kTexts[] = {"<|tool_call>", "<tool_call|>", "<|\\\"|>"};   // as literals write them
+  std::vector<LiteralPart> parts;
+  for (size_t i = 0; i < 3; ++i) parts.push_back({std::string(kTexts[i]), fmt::format("Token({})", tokens.marks[i].id)});
+  return with_literal_parts(text, parts);
 }
 
 nlohmann::ordered_json llama3_call_schema(const std::string& name, std::string_view text) {

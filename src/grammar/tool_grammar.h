@@ -13,6 +13,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "grammar/json_schema.h"
 #include "text/tokenizer.h"
 
 namespace beryl {
@@ -31,7 +32,8 @@ ToolTokens find_tool_tokens(const Tokenizer& tokenizer);
 // tools: OpenAI's list as JSON. name: for messages. All throw Error(kBadInput or kUnsupported).
 
 // What the library calls a structural tag, with the marks as text.
-nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view tools, std::vector<std::string>& notes);
+nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view tools, std::vector<SchemaPattern>& patterns,
+                                        std::vector<std::string>& notes);
 // The grammar that the library made of it, with the marks as tokens and without blanks between them.
 std::string with_mark_tokens(const std::string& grammar, const ToolTokens& tokens);
 
