@@ -72,7 +72,7 @@ def ids_text(ids):
 
 
 class HelpTest(CliTest):
-    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench", "perplexity", "verify", "quantize")
+    COMMANDS = ("run", "inspect", "tokenize", "trace", "bench", "perplexity", "verify", "quantize", "pull", "list", "rm")
 
     def test_alone_it_helps(self):
         texts = [self.succeed(*arguments).stdout.decode() for arguments in ([], ["--help"], ["-h"], ["help"])]
@@ -85,7 +85,7 @@ class HelpTest(CliTest):
         for command in self.COMMANDS:
             text = self.succeed(command, "--help").stdout.decode()
             self.assertIn(f"Usage: beryl {command} ", text)
-            self.assertEqual("--device NAME" in text, command not in ("tokenize", "quantize"))
+            self.assertEqual("--device NAME" in text, command not in ("tokenize", "quantize", "pull", "list", "rm"))
             self.assertIn(f"\n  beryl {command} ", text)
         self.assertIn("layers count from 0", self.succeed("trace", "--help").stdout.decode())
 

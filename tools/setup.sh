@@ -36,6 +36,8 @@ libfmt-dev package
 nlohmann-json3-dev package
 libcli11-dev package
 libpcre2-dev package
+libcurl4-openssl-dev package
+libssl-dev package
 libhwy-dev package
 libmicrohttpd-dev package
 python3 command:python3

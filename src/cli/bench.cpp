@@ -21,6 +21,7 @@
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/device.h"
+#include "cli/model_name.h"
 #include "cli/options.h"
 #include "cpu/parallel.h"
 #include "cpu/read_speed.h"
@@ -330,7 +331,9 @@ class Bench {
 Command add_bench_command(CLI::App& program) {
   CLI::App* app = program.add_subcommand("bench", "Measure how fast a model runs");
   auto options = std::make_shared<BenchOptions>();
-  app->add_option("MODEL", options->model, "a GGUF file or a Hugging Face folder")->type_name("");
+  app->add_option("MODEL", options->model, "a GGUF file, a Hugging Face folder, or a name that 'beryl list' shows")
+      ->type_name("");
+  app->final_callback([options] { options->model = find_model(options->model); });
   app->add_option("--synthetic", options->synthetic, "instead of MODEL: random weights in the true shapes of " +
                                                          fmt::format("{}", fmt::join(synthetic_names(), ", ")))->type_name("NAME");
   app->add_option("--format", options->formats, "synthetic: formats of the layers' weights, with commas")

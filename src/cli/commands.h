@@ -21,5 +21,8 @@ Command add_bench_command(CLI::App& program);
 Command add_perplexity_command(CLI::App& program);
 Command add_verify_command(CLI::App& program);
 Command add_quantize_command(CLI::App& program);
+Command add_pull_command(CLI::App& program);
+Command add_list_command(CLI::App& program);
+Command add_remove_command(CLI::App& program);
 
 }  // namespace beryl::cli

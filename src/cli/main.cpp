@@ -24,7 +24,8 @@ constexpr const char* kHelp =
 
 Usage: beryl COMMAND MODEL [OPTIONS]
 
-MODEL is a GGUF file, or a Hugging Face folder with config.json, tokenizer.json and safetensors.
+MODEL is a GGUF file, a Hugging Face folder with config.json, tokenizer.json and safetensors, or the name of a model that
+'beryl pull' has fetched.
 
 Commands:
   run         answer a prompt, hold a conversation, or go on with a text
@@ -36,6 +37,9 @@ Commands:
   perplexity  measure how well a model predicts a text
   verify      prove a backend on this machine against double precision
   quantize    write a model in other weight formats
+  pull        fetch a model from a hub or an address
+  list        the models that have been fetched
+  rm          remove one of them
 
 Examples:
   beryl run model.gguf                                a conversation
@@ -90,7 +94,9 @@ int run_program(int argc, char** argv) {
   const std::vector<Command> commands = {add_run_command(program), add_serve_command(program), add_inspect_command(program),
                                          add_tokenize_command(program), add_trace_command(program),
                                          add_bench_command(program), add_perplexity_command(program),
-                                         add_verify_command(program), add_quantize_command(program)};
+                                         add_verify_command(program), add_quantize_command(program),
+                                         add_pull_command(program), add_list_command(program),
+                                         add_remove_command(program)};
   if (argc <= 1 || (argc == 2 && std::string_view(argv[1]) == "help")) {
     write_output(kHelp);
     return 0;

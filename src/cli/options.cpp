@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "cli/model_name.h"
 #include "weights/quote.h"
 
 namespace beryl::cli {
@@ -117,6 +118,7 @@ std::vector<std::string> split_list(std::string_view text) {
 }
 
 CLI::Option* add_model(CLI::App& app, std::string& path) {
+  app.final_callback([&path] { path = find_model(path); });
   return app
       .add_option_function<std::string>(
           "MODEL",
@@ -124,7 +126,7 @@ CLI::Option* add_model(CLI::App& app, std::string& path) {
             if (given.empty()) throw UsageError("MODEL is empty");
             path = given;
           },
-          "a GGUF file, or a Hugging Face folder (config.json, safetensors)")
+          "a GGUF file, a Hugging Face folder (config.json, safetensors), or a name that 'beryl list' shows")
       ->type_name("")
       ->required();
 }

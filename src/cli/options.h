@@ -30,7 +30,8 @@ CLI::Option* add_choice(CLI::App& app, const std::string& names, std::string& va
 // Names out of `choices` with commas between them; at least one.
 CLI::Option* add_choices(CLI::App& app, const std::string& names, std::vector<std::string>& values,
                          const std::vector<std::string>& choices, const std::string& help);
-// The MODEL of every subcommand.
+// The MODEL of every subcommand: once the command line is parsed, `path` is that of a file or folder, or of the model of
+// this name in the store (find_model).
 CLI::Option* add_model(CLI::App& app, std::string& path);
 
 // "a,b,c" at its commas; at least one part, which may be empty.

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/model_name.h"
 #include "cli/options.h"
 #include "cpu/parallel.h"
 #include "model/memory_plan.h"
@@ -161,6 +162,7 @@ int quantize(QuantizeArguments arguments) {
   if (arguments.destination.ends_with(".safetensors") || arguments.destination.ends_with(".gguf"))
     throw UsageError(fmt::format("DST is {}, the name of a folder was expected", quote(arguments.destination)));
 
+  if (arguments.synthetic.empty()) arguments.source = find_model(arguments.source);
   const auto start = Clock::now();
   InterruptCatcher interrupts;
   QuantizeFormats formats;
@@ -194,7 +196,8 @@ int quantize(QuantizeArguments arguments) {
 Command add_quantize_command(CLI::App& program) {
   CLI::App* app = program.add_subcommand("quantize", "Write a model in other weight formats");
   auto arguments = std::make_shared<QuantizeArguments>();
-  app->add_option("SRC", arguments->source, "a GGUF file, or a Hugging Face folder (config.json, safetensors)")
+  app->add_option("SRC", arguments->source,
+                  "a GGUF file, a Hugging Face folder (config.json, safetensors), or a name that 'beryl list' shows")
       ->type_name("");
   app->add_option("DST", arguments->destination,
                   "the folder to write: model.safetensors and what the tokenizer and the config need")

@@ -13,15 +13,19 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/mapped_file.h"
 #include "cli/commands.h"
+#include "cli/constrained_reply.h"
 #include "cli/console.h"
 #include "cli/conversation.h"
 #include "cli/device.h"
 #include "cli/options.h"
 #include "cli/reply_writer.h"
 #include "cli/text_input.h"
+#include "cpu/parallel.h"
 #include "engine/fit.h"
 #include "engine/generate.h"
+#include "grammar/constraint.h"
 #include "model/memory_plan.h"
 #include "model/model.h"
 #include "text/chat_writer.h"
@@ -59,8 +63,23 @@ struct RunOptions {
   double presence_penalty = 0;
   double frequency_penalty = 0;
   int64_t seed = -1;   // -1: a random one
+  bool json = false;
+  std::string json_schema, regex, grammar;   // a file, the expression, a file
+  bool has_regex = false;
   DeviceOptions device;
+
+  int n_constraints() const { return (json ? 1 : 0) + (json_schema.empty() ? 0 : 1) + (has_regex ? 1 : 0) + (grammar.empty() ? 0 : 1); }
 };
+
+// Requires n_constraints() == 1.
+ConstraintSpec constraint_of(const RunOptions& options) {
+  using Kind = ConstraintSpec::Kind;
+  if (options.json) return {Kind::kJsonObject, ""};
+  if (options.has_regex) return {Kind::kRegex, options.regex};
+  const MappedFile file(options.grammar.empty() ? options.json_schema : options.grammar);
+  const auto bytes = file.bytes();
+  return {options.grammar.empty() ? Kind::kJsonSchema : Kind::kGrammar, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}};
+}
 
 using Clock = std::chrono::steady_clock;
 
@@ -100,6 +119,10 @@ class Runner {
       print_warning(fmt::format("--ctx {} is more than the {} positions that the model was made for", options_.context,
                                 model_.config.context));
     set_sampling();
+    if (options_.n_constraints() > 0) {
+      constraint_ = ConstraintCompiler(*tokenizer_, model_.config.vocab, usable_cores()).compile(constraint_of(options_));
+      for (const std::string& note : constraint_->notes()) print_warning(note);
+    }
     backend_ = make_backend(options_.device);
   }
 
@@ -233,10 +256,17 @@ class Runner {
     request.sampling = sampling_;
     request.stop_ids.assign(tokenizer_->stop_ids().begin(), tokenizer_->stop_ids().end());
     request.cancelled = [&] { return interrupts.interrupted(); };
-    const GenerateResult result = generate(*stepper_, kSequence, request, [&](const Sampled& sampled) {
+    const auto on_token = [&](const Sampled& sampled) {
       writer.push(sampled.id);
       return !interrupts.interrupted();
-    });
+    };
+    GenerateResult result;
+    if (constraint_ == nullptr) {
+      result = generate(*stepper_, kSequence, request, on_token);
+    } else {
+      Constraint constraint = constraint_->start();
+      result = generate_within(constraint, *stepper_, kSequence, request, on_token);
+    }
     held_ = result.held;
     writer.finish();
     print_statistics(result);
@@ -291,6 +321,7 @@ class Runner {
   std::unique_ptr<Tokenizer> tokenizer_;
   std::unique_ptr<ChatWriter> writer_;   // null: raw
   SampleParams sampling_;
+  std::shared_ptr<const CompiledConstraint> constraint_;   // null: none
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<Stepper> stepper_;
   std::vector<int32_t> held_;          // what the sequence has read
@@ -302,6 +333,9 @@ int run(const RunOptions& options) {
   if (options.raw && !options.chat_template.empty())
     throw UsageError("--chat-template belongs to a chat; with --raw there is none");
   if (options.raw && options.think) throw UsageError("--think belongs to a chat; with --raw there is none");
+  if (options.n_constraints() > 1) throw UsageError("give one of --json, --json-schema, --regex and --grammar");
+  if (options.n_constraints() > 0 && options.think)
+    throw UsageError("--think and a reply that is bound from its first token exclude each other");
   if (options.parse_special && !options.raw) throw UsageError("--special needs --raw: in a chat, text stays text");
   if (options.has_prompt || !is_terminal(kStandardInput)) {
     std::string prompt = options.has_prompt ? options.prompt : read_input();
@@ -361,6 +395,12 @@ Command add_run_command(CLI::App& program) {
   add_integer(*app, "--seed", options->seed, 0, INT64_MAX, "the same seed gives the same reply (default: a random one)")
       ->group(sampling);
 
+  const std::string form = "Form of the reply";
+  app->add_flag("--json", options->json, "a JSON object")->group(form);
+  app->add_option("--json-schema", options->json_schema, "JSON of this schema")->type_name("FILE")->group(form);
+  CLI::Option* regex = app->add_option("--regex", options->regex, "a text that matches as a whole")->type_name("TEXT")->group(form);
+  app->add_option("--grammar", options->grammar, "a text of this grammar: EBNF, its rule \"root\"")->type_name("FILE")->group(form);
+
   const std::string machine = "Machine";
   add_device_options(*app, options->device, machine);
   add_integer(*app, "--chunk", options->chunk_tokens, 1, 1 << 16,
@@ -382,8 +422,11 @@ Command add_run_command(CLI::App& program) {
       "  beryl run model.gguf -p \"Why is the sky blue?\" -n 200\n"
       "  beryl run model.gguf --system \"Answer in French.\" -p \"Hello\" --temp 0\n"
       "  beryl run model.gguf --raw -p \"Once upon a time\" -n 100 --seed 7\n"
+      "  beryl run model.gguf --json-schema person.json -p \"Invent a person.\"\n"
+      "  beryl run model.gguf --regex \"(yes|no)\" -p \"Is 17 a prime?\"\n"
       "  git diff | beryl run model.gguf --system \"Write a commit message for this change.\"");
-  return {app, [options, prompt, system] {
+  return {app, [options, prompt, system, regex] {
+            options->has_regex = regex->count() > 0;
             options->has_prompt = prompt->count() > 0;
             options->has_system_text = system->count() > 0;
             return run(*options);

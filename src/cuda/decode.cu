@@ -60,7 +60,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
       filled = block.small->handed.filled;
       continue;
     }
-    const LinearShare share = linear_share(block.args, s);
+    const LinearShare share = linear_share(block.args, s.share);
     const int stages_a_slot = stages_of_slot(block.args, s);
     for (int unit = 0; unit < share.n_units; unit += share.batch) {
       const int count = min(share.batch, share.n_units - unit);
@@ -164,13 +164,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   // The last block counts the launch and stores the residual: by then all have read the flags and the old residual.
   __syncthreads();
   uint32_t* finished = args.flags + kDecodeRows;
+  bool last = false;
   if (threadIdx.x == 0) {
     __threadfence();
-    small->flags = atomicAdd(finished, 1u) + 1 == gridDim.x ? 1 : 0;
+    last = atomicAdd(finished, 1u) + 1 == gridDim.x;
   }
-  __syncwarp();
-  __syncthreads();
-  if (small->flags == 0) return;
+  if (!__syncthreads_or(last)) return;
   if (threadIdx.x == 0) *finished = 0;
   if (static_cast<int>(threadIdx.x) < args.n_rows) args.flags[threadIdx.x] += 1;
   if (args.residual_out == nullptr) return;

@@ -47,7 +47,7 @@ DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block)
 // Scratch of attention units without rows, and for each row; the smallest slot of the ring.
 int attention_scratch_bytes(int head_dim, int heads_of_kv);
 int attention_row_bytes(int head_dim);
-// Formats whose x is integers without sums (LinearPhase::short_path).
+// Formats whose x is integers without sums (kShortX).
 bool decode_takes_plain_integers(Format format);
 int attention_slot_bytes(int head_dim);
 // Head widths and caches that the kernel attends to.

@@ -17,6 +17,7 @@ inline constexpr int kDecodeMaxSlots = 16;
 // Warps are at most in two phases at a time, and two more come ahead.
 inline constexpr int kHeldPhases = 4;
 inline constexpr int kHeldWeights = 64;
+inline constexpr int kHeldScales = 256;
 
 // Where a warp is, kept in shared memory through what does not need it.
 struct alignas(16) WarpPlace {
@@ -50,6 +51,7 @@ struct DecodeShared {
   WarpPlace places[kMatvecWarps];
   float factors[kDecodeRows];
   float y_weights[2][kHeldWeights]; // LinearPhase::y_weight of the block's first outputs, of phases in turn
+  float row_scales[2][kHeldScales]; // and LinearPhase::row_scales of its first rows
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
   alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
   WarpUnit units[kMatvecWarps];
@@ -135,6 +137,7 @@ struct DecodeBlock {
   __device__ __forceinline__ static void barrier() { partial_block_barrier<kDecodeConsumers>(); }
   // Of the warp's phase: the last phase's are still read while a fast warp writes the next one's.
   __device__ __forceinline__ float* y_weights() const { return small->y_weights[small->places[warp].phase & 1]; }
+  __device__ __forceinline__ float* row_scales() const { return small->row_scales[small->places[warp].phase & 1]; }
   __device__ __forceinline__ float* norm_sums() const { return group_sums + (small->places[warp].phase & 1) * args.row_sums; }
   __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
 };

@@ -30,15 +30,10 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   const auto* weights = buffers_.as<uint8_t>(piece.buffer);
   LinearPhase phase = {};
   const int n_blocks = device_.matvec.n_sms;
-  phase.stream = {weights,
-                  plan.unit_bytes,
-                  plan.n_units / n_blocks,
-                  plan.n_units % n_blocks,
-                  plan.n_stages,
-                  plan.stage_bytes,
-                  slot_stages(plan.format),
-                  plan.stage_tiles() * plan.n_chunks() * kTileRows,
-                  index % n_blocks};
+  const int unit_partials = plan.stage_tiles() * plan.n_chunks() * kTileRows;
+  const uint64_t inverse = ((uint64_t{1} << 32) + static_cast<uint64_t>(unit_partials) - 1) / static_cast<uint64_t>(unit_partials);
+  const WorkShare share = {plan.n_units / n_blocks, plan.n_units % n_blocks, index % n_blocks, static_cast<uint32_t>(inverse)};
+  phase.stream = {share, weights, plan.unit_bytes, plan.n_stages, plan.stage_bytes, slot_stages(plan.format), unit_partials};
   phase.row_scales = plan.scales_offset != 0 ? reinterpret_cast<const float*>(weights + plan.scales_offset) : nullptr;
   phase.x = phase_rows(planned.x, 0);
   phase.y = phase_rows(planned.y, piece.row_begin);
@@ -85,7 +80,16 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   phase.format = plan.format;
   phase.epilogue = planned.gate_only ? DecodeEpilogue::kStore : decode_epilogue(op.epilogue, piece.gated);
   phase.gated = piece.gated;
-  phase.short_path = phase.full && decode_takes_plain_integers(plan.format);
+  const bool adds = phase.residual && phase.add.values != nullptr;
+  uint32_t path = 0;
+  if (adds) path |= kAdds;
+  if (phase.full && decode_takes_plain_integers(plan.format) && (phase.residual ? adds && plan.n_chunks() == 1 : !phase.has_norm)) path |= kShortX;
+  if (plan.row_warps == 1 && plan.k_warps >= kMatvecWarps - 1 && plan.n_chunks() <= 4 &&
+      (phase.gated ? plan.n_chunks() == 1 : phase.epilogue == DecodeEpilogue::kStore))
+    path |= kShortFinish;
+  const TileShape tile = tile_shape(plan.format);
+  const int group_bytes = tile.columns == 64 || plan.format == Format::kFp8 ? 512 : 256;
+  phase.start = {share, plan.n_chunks(), phase.residual || phase.has_norm ? kNotAtOnce : plan.n_chunks() * x_chunk_bytes(1, group_bytes), path};
   return phase;
 }
 
@@ -149,9 +153,14 @@ void CudaExecutor::send_decode_phases() {
         phase.kind = planned.kind;
         if (planned.kind == PhaseKind::kLinear) {
           LinearPhase& linear = phase.linear = linear_phase(planned, index++);
-          linear.norm_held = after_linear && linear.short_path && linear.n_chunks == 1 && linear.residual && linear.add.values != nullptr &&
-                             linear.norm_weight != nullptr;
-          needs.holds_vectors |= linear.norm_held;
+          linear.norm_held = after_linear && (linear.start.path & kShortX) != 0 && linear.residual && linear.has_norm && linear.norm_weight != nullptr;
+          if (linear.norm_held) {
+            if (linear.add_norm && linear.residual_in == nullptr) linear.start.path |= kNearX;
+            LinearPhase& before = phases.back().linear;
+            before.next_norm = linear.norm_weight;
+            before.next_k_warps = linear.k_warps;
+            needs.holds_vectors = true;
+          }
           if (linear.residual) needs.residual_cols = static_cast<int>(layout_.decode.residual_cols);
           after_linear = true;
           streams.push_back(phase.linear.stream);

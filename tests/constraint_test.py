@@ -1,0 +1,409 @@
+#!/usr/bin/env python3
+"""Structured output: whatever is written within a constraint is what was asked for, and what cannot be enforced is refused.
+
+    constraint_test.py BERYL CONSTRAINT_WALK [UNITTEST OPTIONS]
+
+Random replies (constraint_walk.cpp) are held against Python's json and re and the jsonschema package; where that is missing,
+schemas are checked for JSON only. Exit status 77: a build without structured output.
+"""
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+from cli_support import Program, make_speaking_model, models_folder
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
+try:
+    import jsonschema
+except ImportError:
+    jsonschema = None
+
+SKIPPED = 77
+beryl = walk = None
+GEMMA4_VOCABULARY = models_folder() / "vocab" / "ggml-vocab-gemma-4.gguf"
+
+
+class Walker:
+    def __init__(self, model):
+        self.model = model
+        self.process = subprocess.Popen([walk, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __call__(self, kind, text, n=15, seed=1, most=600):
+        if not isinstance(text, str):
+            text = json.dumps(text)
+        job = {"kind": kind, "text": text, "n": n, "seed": seed, "most": most}
+        self.process.stdin.write(json.dumps(job).encode() + b"\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            self.__init__(self.model)
+            raise AssertionError(f"the program has died of {job}")
+        return json.loads(line)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+class WalkCase(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="beryl-constraint-"))
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+        cls.model = make_speaking_model(cls.folder / "model")
+        cls.walker = Walker(cls.model)
+        cls.addClassCleanup(cls.walker.close)
+
+    def replies(self, kind, text, **options):
+        """The texts of the replies that came to an end; some must."""
+        answer = self.walker(kind, text, **options)
+        self.assertNotIn("error", answer, text)
+        texts = [bytes.fromhex(reply["hex"]).decode("utf-8") for reply in answer["replies"] if reply["finished"]]
+        self.assertGreater(len(texts), 0, text)
+        return texts
+
+    def assert_refused(self, kind, text, *parts, code="unsupported"):
+        answer = self.walker(kind, text)
+        self.assertIn("error", answer, text)
+        self.assertEqual(answer["code"], code, answer)
+        self.assertNotIn("\n", answer["error"])
+        for part in parts:
+            self.assertIn(part, answer["error"])
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+                                           "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 1, "maxItems": 3}},
+          "required": ["name", "tags"]}
+TREE = {"$defs": {"node": {"type": "object", "properties": {"value": {"type": "number"}, "left": {"$ref": "#/$defs/node"}, "right": {"anyOf": [
+    {"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["value"], "additionalProperties": False}}, "$ref": "#/$defs/node"}
+
+
+class SchemaTest(WalkCase):
+    SCHEMAS = [
+        True, {}, {"title": "anything", "description": "at all"}, PERSON, TREE,
+        {"type": "object"}, {"type": "object", "properties": {}}, {"type": "array"}, {"type": "string"}, {"type": "number"}, {"type": "integer"},
+        {"type": "boolean"}, {"type": "null"}, {"type": ["string", "null"]}, {"type": ["integer", "array"], "minimum": 3, "maxItems": 2},
+        {"const": {"a": [1, None, "x\"\\\n\u00e9\U0001f600"]}}, {"enum": ["a", "b\"", 1, 2.5, None, True, [1], {"k": "v"}]},
+        {"enum": ["x", "y"], "type": "string"}, {"const": 3, "type": "integer"}, {"const": 3, "type": ["number", "null"]},
+        {"type": "string", "minLength": 3}, {"type": "string", "maxLength": 4}, {"type": "string", "minLength": 2, "maxLength": 2},
+        {"type": "string", "minLength": 20, "maxLength": 1000}, {"type": "string", "pattern": "^[a-c]+[0-9]{2,3}$"},
+        {"type": "string", "pattern": "a.c"}, {"type": "string", "pattern": "(a+)+b"}, {"type": "string", "pattern": "^[^x]*$"},
+        {"type": "string", "pattern": "^\\d{3}-\\d{4}$"}, {"type": "string", "pattern": "^\\S+@\\w+$"}, {"type": "string", "pattern": "\\."},
+        {"type": "integer", "minimum": -5, "maximum": 13}, {"type": "integer", "exclusiveMinimum": 0}, {"type": "integer", "maximum": -7},
+        {"type": "integer", "exclusiveMinimum": 9, "exclusiveMaximum": 12}, {"type": "integer", "minimum": 10, "maximum": 1000000007},
+        {"type": "integer", "multipleOf": 7}, {"type": "integer", "multipleOf": 5, "minimum": 1, "maximum": 20},
+        {"type": "number", "minimum": 0, "maximum": 1}, {"type": "number", "exclusiveMinimum": -1.5, "maximum": 2.25}, {"type": "number", "minimum": 1e3},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}, {"type": "array", "items": False}, {"type": "array", "maxItems": 0},
+        {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "items": False},
+        {"type": "array", "prefixItems": [{"type": "boolean"}, True], "items": {"type": "null"}, "maxItems": 4, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "minItems": 1},
+        {"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "object", "additionalProperties": False},
+        {"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": 1, "maxProperties": 2},
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": True, "c\"\n": {"const": 1}}, "required": ["b", "c\"\n"]},
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "c": {"type": "integer"}}, "minProperties": 2},
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "c": {"type": "integer"}}, "maxProperties": 1},
+        {"type": "object", "patternProperties": {"^x[0-9]$": {"type": "integer"}}},
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]{1,3}$"}}, {"type": "object", "propertyNames": {"enum": ["k", "l"]}},
+        {"anyOf": [{"type": "integer", "minimum": 5}, {"type": "string", "maxLength": 2}]}, {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+        {"oneOf": [{"type": "object", "properties": {"k": {"const": "a"}, "x": {"type": "integer"}}, "required": ["k", "x"]},
+                   {"type": "object", "properties": {"k": {"const": "b"}, "y": {"type": "string"}}, "required": ["k"]}]},
+        {"allOf": [PERSON]}, {"type": "object", "properties": {"self": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["self"]},
+        {"type": "object", "properties": {"a": {"type": "string"}, "b": {"$ref": "#/properties/a"}}},
+        {"definitions": {"x/y~z": {"enum": [1, 2]}}, "type": "array", "items": {"$ref": "#/definitions/x~1y~0z"}, "minItems": 1},
+        {"type": "string", "format": "no-such-format"}, {"type": "integer", "format": "int32"},
+    ]
+
+    def test_replies_satisfy_the_schema(self):
+        for i, schema in enumerate(self.SCHEMAS):
+            with self.subTest(schema=schema):
+                for text in self.replies("schema", schema, seed=i, most=1500):
+                    value = json.loads(text)
+                    if jsonschema:
+                        jsonschema.Draft202012Validator(schema).validate(value)
+
+    def test_formats(self):
+        import datetime
+        import ipaddress
+        import uuid
+        from urllib.parse import urlparse
+        checks = {"date": lambda s: re.fullmatch(r"\d{4}-(0\d|1[0-2])-[0-3]\d", s, re.A), "time": lambda s: re.match(r"\d\d:\d\d:\d\d", s, re.A),
+                  "date-time": lambda s: re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", s, re.A), "ipv4": ipaddress.IPv4Address, "uuid": uuid.UUID,
+                  "email": lambda s: "@" in s, "hostname": lambda s: re.fullmatch(r"[a-z0-9.-]+", s), "uri": lambda s: urlparse(s).scheme,
+                  "ipv6": lambda s: re.fullmatch(r"[0-9a-fA-F:.]+", s), "duration": lambda s: s.startswith("P"),
+                  "json-pointer": lambda s: s == "" or s.startswith("/"), "uri-reference": lambda s: True, "uri-template": lambda s: True,
+                  "relative-json-pointer": lambda s: s[0].isdigit()}
+        for name, check in checks.items():
+            with self.subTest(format=name):
+                for text in self.replies("schema", {"type": "string", "format": name}, n=40):
+                    self.assertIsNot(check(json.loads(text)), None, text)
+        del datetime
+
+    def test_an_unknown_format_is_noted(self):
+        answer = self.walker("schema", {"type": "object", "properties": {"a": {"type": "string", "format": "iban"}}})
+        self.assertEqual(len(answer["notes"]), 1)
+        self.assertIn("'/properties/a': the format 'iban' is not enforced", answer["notes"][0])
+
+    def test_objects(self):
+        for text in self.replies("json", "", n=40, most=3000):
+            self.assertIsInstance(json.loads(text), dict)
+
+    def test_what_cannot_be_enforced_is_refused_with_its_place(self):
+        integer = {"type": "integer"}
+        inside = lambda schema: {"type": "object", "properties": {"a": schema}}
+        for schema, *parts in [
+                (inside({"type": "string", "not": {"const": "x"}}), "'/properties/a'", "'not'"), ({"not": integer}, "'not'"),
+                ({"if": integer, "then": integer}, "'if'"), ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+                ({"type": "array", "uniqueItems": True}, "'uniqueItems'"), ({"type": "array", "contains": integer}, "'contains'"),
+                ({"allOf": [integer, {"minimum": 3}]}, "/allOf"), ({"anyOf": [integer], "minimum": 3}, "'minimum'", "anyOf"),
+                ({"$ref": "#/$defs/a", "$defs": {"a": integer}, "minimum": 3}, "'minimum'", "$ref"), ({"$ref": "other.json"}, "other.json"),
+                ({"$ref": "#/x-elsewhere", "x-elsewhere": integer}, "#/x-elsewhere"), ({"const": 1, "minimum": 0}, "'minimum'"),
+                ({"enum": [1, "x"], "type": "string"}, "value '1'"), ({"minimum": 3}, "'minimum'", "'type'"), ({"properties": {}}, "'properties'"),
+                ({"type": "number", "multipleOf": 0.5}, "'multipleOf'"), ({"type": "integer", "multipleOf": 3, "minimum": 0}, "multipleOf"),
+                ({"type": "integer", "minimum": 1.5}, "/minimum"), ({"type": "string", "pattern": "^a|b$c"}, "'$'"), ({"type": "string", "pattern": "a^"}, "'^'"),
+                ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"type": "string", "pattern": "\\bx"}, "escape"), ({"type": "string", "pattern": "^[^a]{0,10000}$"}, "pattern"), ({"type": "string", "pattern": "a\\\\b"}, "escapes"),
+                ({"type": "string", "pattern": "say \"x\""}, "escapes"), ({"type": "string", "pattern": "é"}, "ASCII"), ({"type": "string", "pattern": "[\\n]"}, "escapes"),
+                ({"type": "string", "pattern": "a", "maxLength": 3}, "'pattern'"), ({"type": "string", "format": "date", "maxLength": 3}, "'format'"),
+                ({"type": "string", "pattern": "((a{1000}){1000}){1000}"}, "repetitions"), ({"type": "string", "maxLength": 10**9}, "100000"),
+                ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"), (False, "false"), ({"type": "string", "nullable": True}, "'nullable'"),
+                ({"type": "object", "properties": {"a": integer}, "required": ["b"]}, "'b'"), ({"type": ["integer", "number"]}, "integer"),
+                ({"type": "object", "patternProperties": {"^a": integer}, "additionalProperties": False}, "/patternProperties"),
+                ({"type": "array", "items": [integer]}, "prefixItems"), ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding'")]:
+            with self.subTest(schema=schema):
+                self.assert_refused("schema", schema, *parts)
+        for schema, *parts in [
+                ([], "array"), (3, "number"), ("not json", "JSON"), ('{"a": 1} x', "JSON"), ("", "JSON"), ({"type": "strin"}, "'strin'"), ({"type": 3}, "'/type'"),
+                ({"type": []}, "'/type'"), ({"type": ["string", "string"]}, "different"), ({"enum": []}, "'/enum'"), ({"anyOf": []}, "'/anyOf'"),
+                ({"type": "string", "minLength": -1}, "'/minLength'"), ({"type": "string", "minLength": 3, "maxLength": 2}, "greater"),
+                ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"), ({"type": "string", "pattern": "(a"}, "byte 0"), ({"type": "string", "pattern": "a)"}, "byte 1"),
+                ({"$ref": "#"}, "itself"), ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "itself"),
+                ({"$ref": "#/$defs/none"}, "there is no"), ({"type": "object", "properties": []}, "'/properties'"), ('{"a": 1, "a": 2}', "twice"),
+                ("[" * 100_000, "JSON"), ('{"type":' * 60 + "1" + "}" * 60, "")]:
+            with self.subTest(schema=schema):
+                self.assert_refused("schema", schema, *parts, code="bad")
+
+    def test_large_and_deep_schemas_end_soon(self):
+        wide = {"type": "object", "properties": {f"key{i}": {"type": "string", "maxLength": 50} for i in range(300)}}
+        self.walker("schema", wide, n=1, most=50)
+        deep = {"type": "integer"}
+        for _ in range(20):
+            deep = {"type": "array", "items": deep, "maxItems": 3}
+        self.walker("schema", deep, n=1, most=50)
+        answer = self.walker("schema", "x" * (1 << 21))
+        self.assertIn("bytes", answer["error"])
+
+
+class RegexTest(WalkCase):
+    def test_replies_match_as_a_whole(self):
+        for i, regex in enumerate(("yes|no", "(yes|no)", "[a-f]{3,5}", "a*b+c?", "(?:ab|cd){2}", "\\d+\\.\\d{2}", "[^a-z\\d]x", "^abc$", "x(y(z)?)?", "(a+)+b", ".{1,3}",
+                                   "\\w+ \\w+", "[\\w.-]+@[a-z]+\\.(com|org)", "(?<year>\\d{4})-\\d\\d", "\\x41\\u0042[\\x43-\\x45]", "a{0,3}?b", "é+ü?[α-ω]", "\\{\\}\\[\\]\\(\\)\\|\\\\",
+                                   "[\\]\\-^]+", "\\n\\t", "[^\\W_]+", "[+*?.]{2}", "🙂{2}", "(a|b|ab)*c", "(a*)*b", ".*a.{12}", "(|a)b", "a||b", "")):
+            with self.subTest(regex=regex):
+                python = re.sub(r"\(\?<", "(?P<", regex)
+                for text in self.replies("regex", regex, seed=i):
+                    self.assertTrue(re.fullmatch(python, text, re.A), (regex, text))
+
+    def test_what_is_no_regular_language_or_too_large_is_refused(self):
+        for regex, *parts in [("(a)\\1", "byte 3"), ("a\\b", "escape"), ("(?=a)", "byte 0"), ("(?<!a)b", "byte 0"), ("(?i)a", "byte 0"), ("a$b", "'$'"), ("a^b", "'^'"), ("(^a)", "'^'"),
+                              ("(a$)|b", "'$'"), ("\\p{L}", "escape"), ("a++", "possessive"), ("[[:alpha:]]", "'['"), ("a{99999}", "10000"), ("(a{1000}){1000}", "repetitions"),
+                              ("\\cA", "escape"), ("a}", "'}'"), ("a{,3}", "'{'"), ("a{x", "'{'"), ("(" * 100 + ")" * 100, "nesting"), ("[]", "class"), ("\\Qa\\E", "escape"), ("(?P<n>a)", "byte 0")]:
+            with self.subTest(regex=regex):
+                self.assert_refused("regex", regex, *parts)
+        for regex, *parts in [("(a", "byte 0"), ("a)", "byte 1"), ("*a", "byte 0"), ("a|*", "byte 2"), ("[a", "byte 0"), ("\\", "not finished"), ("\\xg1", "hexadecimal"), ("a{3,2}", "below"),
+                              ("a" * 20000, "bytes")]:
+            with self.subTest(regex=regex):
+                self.assert_refused("regex", regex, *parts, code="bad")
+        self.assertIn("error", self.walker("regex", "[z-a]"))
+
+
+class GrammarTest(WalkCase):
+    def test_replies_are_of_the_grammar(self):
+        digits = 'root ::= sum\nsum ::= term ("+" term)*\nterm ::= [0-9] | "(" sum ")"'
+        for text in self.replies("grammar", digits, n=30):
+            self.assertRegex(text, r"\A[0-9+()]+\Z")
+            eval(text)                                  # noqa: S307: digits, + and brackets
+        for text in self.replies("grammar", 'root ::= "a" root "b" | ""', n=30):
+            self.assertEqual(text, "a" * (len(text) // 2) + "b" * (len(text) // 2))
+
+    def test_bad_grammars_say_why(self):
+        for text in ("", "root ::= ", "root ::= other", 'start ::= "a"', 'root ::= "a', "root ::= [a", "]", 'root ::= "a"{3,1}', "(" * 1000, "root ::= " + "(" * 5000, "\0"):
+            with self.subTest(text=text[:20]):
+                answer = self.walker("grammar", text)
+                self.assertIn("error", answer)
+                self.assertNotIn("\n", answer["error"])
+        self.assertIn("error", self.walker("grammar", "root ::= root"))
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 14}, "unit": {"enum": ["c", "f"]},
+                                     "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2}, "opts": {"type": "object", "properties": {
+                                         "lang": {"type": "string", "pattern": "^[a-z]{2}$"}, "deep": {"$ref": "#/$defs/flag"}}}},
+    "required": ["city"], "$defs": {"flag": {"type": "boolean"}}}}},
+    {"type": "function", "function": {"name": "stop", "description": "no arguments"}},
+    {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def parse_gemma4(text, at):
+    """A value in Gemma 4's notation, and where it ends. Strings have been replaced by \x01…\x02."""
+    if text[at] == "\x01":
+        end = text.index("\x02", at)
+        return text[at + 1:end], end + 1
+    if text[at] == "{":
+        value, at = {}, at + 1
+        while text[at] != "}":
+            at += text[at] == ","
+            key = re.compile(r"[^:,{}\[\]\x01]+").match(text, at)
+            assert text[key.end()] == ":", text
+            value[key[0]], at = parse_gemma4(text, key.end() + 1)
+        return value, at + 1
+    if text[at] == "[":
+        value, at = [], at + 1
+        while text[at] != "]":
+            at += text[at] == ","
+            item, at = parse_gemma4(text, at)
+            value.append(item)
+        return value, at + 1
+    match = re.compile(r"true|false|null|-?\d+(\.\d+)?([eE][+-]?\d+)?").match(text, at)
+    return json.loads(match[0]), match.end()
+
+
+class ToolTest(WalkCase):
+    def validate(self, name, arguments):
+        tool = next(tool["function"] for tool in TOOLS if tool["function"]["name"] == name)
+        if jsonschema:
+            jsonschema.Draft202012Validator(tool.get("parameters", {"type": "object"})).validate(arguments)
+
+    def test_llama3(self):
+        names = set()
+        for text in self.replies("llama3", TOOLS, n=60, most=3000):
+            call = json.loads(text)
+            self.assertEqual(list(call), ["name", "parameters"])
+            self.validate(call["name"], call["parameters"])
+            names.add(call["name"])
+        self.assertEqual(len(names), 3)
+
+    @unittest.skipUnless(GEMMA4_VOCABULARY.exists(), f"{GEMMA4_VOCABULARY} is not there")
+    def test_gemma4(self):
+        walker = Walker(GEMMA4_VOCABULARY)
+        self.addCleanup(walker.close)
+        answer = walker("gemma4", TOOLS, n=40, most=1500)
+        self.assertNotIn("error", answer)
+        # Ids of the marks, which alone open and close.
+        marks = {48: "\x03", 49: "\x04", 52: "\x05"}
+        n_calls = 0
+        for reply in answer["replies"]:
+            if not reply["finished"]:
+                continue
+            text = bytes.fromhex(reply["hex"]).decode()
+            n = {mark: text.count(name) for mark, name in ((48, "<|tool_call>"), (49, "<tool_call|>"), (52, "<|\"|>"))}
+            self.assertEqual(n, {mark: reply["ids"].count(mark) for mark in marks})      # none is spelled out
+            parts = re.split(r"<\|\"\|>", text)
+            text = "".join(part if i % 2 == 0 else f"\x01{part}\x02" for i, part in enumerate(parts))
+            at = 0
+            while at < len(text):
+                head = re.compile(r"<\|tool_call>call:([a-z_]+)").match(text, at)
+                self.assertTrue(head, text[at:])
+                arguments, at = parse_gemma4(text, head.end())
+                self.assertEqual(list(arguments), sorted(arguments))
+                self.validate(head[1], arguments)
+                self.assertTrue(text.startswith("<tool_call|>", at))
+                at += len("<tool_call|>")
+                n_calls += 1
+        self.assertGreater(n_calls, 10)
+        for parameters, part in (({"type": "object", "properties": {"a:b": {}}}, "'a:b'"), ({"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}, "'maxLength'"),
+                                 ({"type": "object", "properties": {"a": {"not": {}}}}, "'not'")):
+            answer = walker("gemma4", [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+            self.assertIn(part, answer["error"])
+
+    def test_lists_that_cannot_be(self):
+        function = lambda **members: [{"type": "function", "function": members}]
+        for tools in ([], function(), function(name="a b"), function(name="f") * 2, function(name="f", parameters=3), [3], {}, function(name="f", parameters={"type": "string", "not": {}})):
+            with self.subTest(tools=tools):
+                self.assertIn("error", self.walker("llama3", tools))
+        self.assert_refused("gemma4", TOOLS, "lacks the marks")
+
+
+class RunTest(WalkCase):
+    """The program, with a model that says anything: random weights, at a temperature at which all are alike."""
+
+    def setUp(self):
+        self.beryl = Program(beryl)
+
+    def ended(self, arguments, n, seeds):
+        """Replies that ended by themselves."""
+        texts = []
+        for seed in range(seeds):
+            result = self.beryl("run", self.model, "-p", "x", "--temp", "100", "--top-k", "0", "--top-p", "1", "-n", str(n), "--seed", str(seed), *arguments)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            if int(re.search(rb"reply (\d+) tokens", result.stderr)[1]) < n:
+                texts.append(result.stdout.decode().removesuffix("\n"))
+        self.assertGreater(len(texts), 0)
+        return texts
+
+    def test_forms_of_a_reply(self):
+        schema = self.folder / "schema.json"
+        schema.write_text(json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}, "list": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}},
+                                      "required": ["ok", "list"]}))
+        for text in self.ended(["--json-schema", schema], 400, 8):
+            value = json.loads(text)
+            self.assertEqual(list(value), ["ok", "list"])
+        for text in self.ended(["--regex", "(yes|no)!{1,3}"], 30, 8):
+            self.assertRegex(text, r"\A(yes|no)!{1,3}\Z")
+        grammar = self.folder / "grammar.ebnf"
+        grammar.write_text('root ::= "<" [a-c]+ ">"')
+        for text in self.ended(["--grammar", grammar, "--device", "reference"], 60, 6):
+            self.assertRegex(text, r"\A<[a-c]+>\Z")
+        for text in self.ended(["--json"], 3000, 6):
+            self.assertIsInstance(json.loads(text), dict)
+
+    def test_wrong_use_is_one_line(self):
+        bad = self.folder / "bad.json"
+        bad.write_text('{"type": "object", "not": {}}')
+        for arguments, status, *parts in ((["--json", "--regex", "a"], 2, "one of"), (["--json", "--think"], 2, "--think"), (["--json-schema", bad], 1, "'not'"),
+                                          (["--json-schema", self.folder / "none"], 1, "none"), (["--regex", "(a"], 1, "byte 0"), (["--regex", "(?=a)"], 1, "look")):
+            result = self.beryl("run", self.model, "-p", "x", *([] if "--think" in arguments else ["--raw"]), *arguments)
+            self.assertEqual(result.returncode, status, result.stderr)
+            self.assertRegex(result.stderr.decode(), r"\Aberyl: [^\n]+\n\Z")
+            for part in parts:
+                self.assertIn(part, result.stderr.decode())
+
+    def test_the_same_reply_as_without_where_the_constraint_allows_all(self):
+        lengths = []
+        for prompt in "abcdefgh":
+            arguments = ["run", self.model, "-p", prompt, "-n", "30", "--temp", "0", "--presence-penalty", "1", "--repeat-penalty", "1.3"]
+            free = self.beryl(*arguments, "--show-special").stdout.decode("utf-8", errors="replace")
+            bound = self.beryl(*arguments, "--grammar", self.any_text()).stdout.decode()
+            # Text in a grammar is UTF-8 and has no control tokens: where the free reply has other things, they part.
+            prefix = re.split("\ufffd|<\\||\n\\Z", free)[0]
+            self.assertEqual(bound[:len(prefix)], prefix)
+            lengths.append(len(prefix))
+        self.assertGreater(sum(lengths), 0)
+
+    def any_text(self):
+        path = self.folder / "any.ebnf"
+        path.write_text("root ::= [^\\x00]*")
+        return path
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    beryl, walk = sys.argv[1:3]
+    if subprocess.run([walk, "/dev/null"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == SKIPPED:
+        print("built without structured output")
+        sys.exit(SKIPPED)
+    if jsonschema is None:
+        # The environment that prepare_test_data.py makes has it.
+        import fetch_models
+        python = fetch_models.cache_folder() / f"test-python-{sys.version_info.major}.{sys.version_info.minor}" / "bin" / "python"
+        if python.exists() and pathlib.Path(sys.executable) != python and "BERYL_TEST_PYTHON" not in os.environ:
+            os.execve(python, [str(python), *sys.argv], {**os.environ, "BERYL_TEST_PYTHON": "1"})
+        print("without the jsonschema package: schemas are checked for JSON only", file=sys.stderr)
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]])

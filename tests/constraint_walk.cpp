@@ -1,0 +1,123 @@
+// Random replies within constraints, for tests/constraint_test.py: what a model would write that is wrong in every way in
+// which the mask lets it.
+//
+//   constraint_walk MODEL      a job a line on standard input, an answer a line on standard output, both JSON
+//
+//   {"kind": "schema", "text": "…", "n": 20, "seed": 1, "most": 400}     kind: json, schema, regex, grammar, gemma4, llama3
+//   {"error": "…", "code": "unsupported"}
+//   {"notes": […], "replies": [{"hex": "…", "ids": […], "finished": true}]}     hex: the text, special tokens by name
+//
+// Each step takes one of the allowed ids: often one that ends something, or else the reply would not end. On the way, what
+// the constraint promises is held against itself: a fork and a rollback go the same way, an id that is not allowed is not
+// accepted.
+#include <cstdio>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/rng.h"
+#include "grammar/constraint.h"
+#include "text/tokenizer.h"
+#include "weights/checkpoint.h"
+
+namespace beryl {
+namespace {
+
+using Json = nlohmann::json;
+
+ConstraintSpec::Kind kind_of(const std::string& name) {
+  using Kind = ConstraintSpec::Kind;
+  if (name == "json") return Kind::kJsonObject;
+  if (name == "schema") return Kind::kJsonSchema;
+  if (name == "regex") return Kind::kRegex;
+  if (name == "grammar") return Kind::kGrammar;
+  if (name == "gemma4") return Kind::kGemma4ToolCalls;
+  return Kind::kLlama3ToolCall;
+}
+
+struct Walk {
+  const Tokenizer& tokenizer;
+  uint64_t seed;
+  uint64_t draw = 0;
+
+  uint32_t below(uint32_t n) { return philox(seed, draw++).x[0] % n; }
+
+  static std::vector<int32_t> ids_of(const std::vector<uint32_t>& mask) {
+    std::vector<int32_t> ids;
+    for (size_t word = 0; word < mask.size(); ++word)
+      for (uint32_t bits = mask[word]; bits != 0; bits &= bits - 1) ids.push_back(static_cast<int32_t>(32 * word) + __builtin_ctz(bits));
+    return ids;
+  }
+
+  int32_t choose(const std::vector<int32_t>& allowed) {
+    std::vector<int32_t> ending;
+    if (allowed.size() > 1 && below(3) == 0)
+      for (const int32_t id : allowed) {
+        const std::string text = tokenizer.token_bytes(id);
+        if (tokenizer.is_stop(id) || tokenizer.is_special(id) || text == "\"" || text == "}" || text == "]" || text == "," ) ending.push_back(id);
+      }
+    const std::vector<int32_t>& from = ending.empty() ? allowed : ending;
+    return from[below(static_cast<uint32_t>(from.size()))];
+  }
+
+  Json reply(Constraint constraint, int most) {
+    std::vector<uint32_t> mask(constraint.mask_words()), again(mask.size());
+    std::string text;
+    Json ids = Json::array();
+    while (static_cast<int>(ids.size()) < most && constraint.fill_mask(mask)) {
+      const std::vector<int32_t> allowed = ids_of(mask);
+      if (below(8) == 0) {   // a draft that is thrown away
+        Constraint fork = constraint.fork();
+        int n = 0;
+        for (; n < 4 && fork.fill_mask(again); ++n) BERYL_CHECK(fork.accept(choose(ids_of(again))), "an allowed id is accepted");
+        fork.rollback(n);
+        if (!fork.fill_mask(again)) again.clear();
+        BERYL_CHECK(again == mask && fork.n_accepted() == constraint.n_accepted(), "a rollback goes back to where it was");
+        const auto other = static_cast<int32_t>(below(static_cast<uint32_t>(tokenizer.vocab_size())));
+        const bool is_allowed = (mask[static_cast<size_t>(other / 32)] >> (other % 32) & 1u) != 0;
+        BERYL_CHECK(fork.accept(other) == is_allowed, "the mask is what is accepted");
+      }
+      const int32_t id = choose(allowed);
+      BERYL_CHECK(constraint.accept(id), "an allowed id is accepted");
+      ids.push_back(id);
+      if (!constraint.is_finished()) text += tokenizer.token_bytes(id);
+    }
+    std::string hex;
+    for (const char c : text) hex += fmt::format("{:02x}", static_cast<unsigned char>(c));
+    return {{"hex", hex}, {"ids", ids}, {"finished", constraint.is_finished()}};
+  }
+};
+
+Json answer(ConstraintCompiler& compiler, const Tokenizer& tokenizer, const Json& job) {
+  try {
+    const auto compiled = compiler.compile({kind_of(job.at("kind")), job.at("text")});
+    Json replies = Json::array();
+    for (int i = 0; i < job.at("n").get<int>(); ++i)
+      replies.push_back(Walk{tokenizer, job.at("seed").get<uint64_t>() * 1000003 + static_cast<uint64_t>(i)}.reply(compiled->start(), job.at("most")));
+    return {{"notes", compiled->notes()}, {"replies", replies}};
+  } catch (const Error& error) {
+    return {{"error", error.what()}, {"code", error.code == ErrorCode::kUnsupported ? "unsupported" : error.code == ErrorCode::kBadInput ? "bad" : "other"}};
+  }
+}
+
+int run(const char* model) {
+  const auto checkpoint = open_checkpoint(model);
+  const auto tokenizer = load_tokenizer(*checkpoint);
+  ConstraintCompiler compiler(*tokenizer, tokenizer->vocab_size() + 5, 2);   // a model's padding rows
+  for (std::string line; std::getline(std::cin, line);)
+    std::cout << answer(compiler, *tokenizer, Json::parse(line)).dump(-1, ' ', true, Json::error_handler_t::replace) << std::endl;
+  return 0;
+}
+
+}  // namespace
+}  // namespace beryl
+
+int main(int argc, char** argv) {
+  if (argc != 2) return 2;
+  if (!beryl::has_constraints()) return 77;
+  return beryl::run(argv[1]);
+}
