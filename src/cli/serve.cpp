@@ -107,9 +107,10 @@ int serve(const ServeOptions& options) {
     print_warning(fmt::format("--ctx {} is more than the {} positions that the model was made for", limits.run.context, model.config.context));
   std::unique_ptr<Backend> backend = make_backend(options.device);
   const std::unique_ptr<Engine> engine = load_on(options.device, backend, [&](Backend& each) {
-    limits.run.chunk_tokens = options.chunk_tokens > 0
-                                  ? static_cast<int>(options.chunk_tokens)
-                                  : fitting_chunk(model.program, limits.complete().run, each, kHostChunk);
+    RunLimits run = limits.complete().run;
+    run.step_tokens = 0;   // grows with the chunk
+    limits.run.chunk_tokens = options.chunk_tokens > 0 ? static_cast<int>(options.chunk_tokens)
+                                                       : fitting_chunk(model.program, run, each, kHostChunk);
     return std::make_unique<Engine>(model.program, limits, each);
   });
 

@@ -315,11 +315,12 @@ TEST_F(EngineTest, AFailedDeviceEndsItsRequestsOnly) {
   expect_no_page_leaked(*each);
 }
 
-// Only ids of one parity, in turns.
+// Only ids of one parity, in turns; none before all requests have come.
 class Parity : public TokenConstraint {
  public:
-  explicit Parity(int& n_accepted) : n_accepted_(n_accepted) {}
+  Parity(int& n_accepted, const std::atomic<bool>& all_came) : n_accepted_(n_accepted), all_came_(all_came) {}
   bool fill(std::vector<uint32_t>& mask) override {
+    while (!all_came_) std::this_thread::yield();
     mask[0] = n_accepted_ % 2 == 0 ? 0x55555555u : 0xAAAAAAAAu;
     return true;
   }
@@ -327,17 +328,20 @@ class Parity : public TokenConstraint {
 
  private:
   int& n_accepted_;
+  const std::atomic<bool>& all_came_;
 };
 
 TEST_F(EngineTest, AConstraintSeesEveryTokenOnceEvenWhenPutBack) {
   const auto each = engine(limits_of(256, 4, 16, 300));
   std::vector<std::shared_ptr<Channel>> channels;
   std::vector<int> n_accepted(6);
+  std::atomic<bool> all_came = false;
   for (int& n : n_accepted) {
     Request request = request_for(ids(40 + static_cast<size_t>(&n - n_accepted.data())), 120);
-    request.constraint = std::make_unique<Parity>(n);
+    request.constraint = std::make_unique<Parity>(n, all_came);
     channels.push_back(each->submit(std::move(request)));
   }
+  all_came = true;
   int64_t n_preempted = 0;
   for (const auto& channel : channels) {
     const Answer answer = read_all(*channel);
