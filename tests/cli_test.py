@@ -102,7 +102,7 @@ class WrongUseTest(CliTest):
     def test_wrong_command_lines_are_one_line_and_status_2(self):
         model, out = self.model, self.folder / "out.safetensors"
         cases = [
-            (["fly"], "'fly'", "run, inspect"),
+            (["fly"], "'fly'", "run, serve, inspect"),
             (["a\nb"], "'a\\x0ab'"),
             (["--fly"], "--fly"),
             (["run"], "MODEL"),
@@ -737,10 +737,10 @@ class RunTest(SpeakingCase):
 
     def test_chunks_threads_and_devices_change_nothing(self):
         prompt = "All the same, whatever the size of the steps. " * 3
-        texts = {self.run_text("--raw", "-p", prompt, "-n", 30, *options)
-                 for options in ([], ["--chunk", 1], ["--chunk", 7], ["--threads", 1], ["--device", "cpu"],
-                                 ["--device", "reference"], ["--ctx", 200])}
-        self.assertEqual(len(texts), 1)
+        coarse = [[], ["--chunk", 1], ["--chunk", 7], ["--threads", 1], ["--device", "cpu"], ["--ctx", 200]]
+        exact = [["--exact"], ["--exact", "--chunk", 7], ["--device", "reference"]]
+        for same in coarse, exact:
+            self.assertEqual(len({self.run_text("--raw", "-p", prompt, "-n", 30, *options) for options in same}), 1)
 
     def test_a_context_beyond_the_models_own_is_one_warning(self):
         model = make_speaking_model(self.folder / "short", context=64)

@@ -4,7 +4,8 @@
 //       every probe, and greedy ids for every chunk size from 1 to 41. The bound on the double-precision backend is the
 //       golden data's own (2e-4, fp32 against double). The CPU's bound comes from the data: its sums are fp32 like the
 //       golden run's, so it may be off the double result by a few times what that run is off ("cpu_exact"); with caches
-//       of f16 ("cpu"), whose roundings are 2^13 times as large, by as many times that.
+//       of f16 ("cpu"), whose roundings are 2^13 times as large, by as many times that, and with operands of bf16, which matrices of
+//       BF16 take there (the folders', and some GGUF files'), by 2^16 times.
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -27,6 +28,7 @@ namespace {
 constexpr double kReferenceBound = 2e-4;
 constexpr double kFp32Runs = 8;        // the CPU's error in units of the golden fp32 run's own
 constexpr double kF16Runs = 0x1p13;    // with caches of f16: 2^-11 / 2^-24
+constexpr double kBf16Runs = 0x1p16;   // with operands of bf16: 2^-8 / 2^-24
 constexpr int kMaxChunk = 41;
 constexpr const char* kModels[] = {"gemma4_dense", "gemma4_dense_hd512", "gemma4_e2b", "gemma4_moe", "gemma3", "llama"};
 
@@ -107,7 +109,9 @@ class GoldenTest : public testing::TestWithParam<Case> {
     for (float value : golden) largest = std::max(largest, std::abs(static_cast<double>(value)));
     return runs() * std::max(worst_difference(golden, exact), largest * 0x1p-23);
   }
-  double runs() const { return GetParam().backend == "cpu" ? kF16Runs : kFp32Runs; }
+  double runs() const {
+    return GetParam().backend != "cpu" ? kFp32Runs : GetParam().source == Source::kGgufF32 ? kF16Runs : kBf16Runs;
+  }
 
   Model model_;
   std::unique_ptr<Golden> golden_;

@@ -82,7 +82,7 @@ class StepRun {
     for (size_t slot = 0; slot < before.size(); ++slot)
       for (Executor* each : {exact_.get(), fast_.get()})
         each->write_rows(static_cast<int>(slot), 0, live(static_cast<int>(slot), input), before[slot].data());
-    const Expected expected = expect(data_, op, limits_, input, before, image_, Tolerance{});
+    const Expected expected = expect(data_, op, limits_, input, before, image_, tolerance_);
     exact_->run({index, index + 1});
     fast_->run({index, index + 1});
     const std::vector<std::vector<float>> exact = rows_of(*exact_, input), fast = rows_of(*fast_, input);
@@ -147,6 +147,7 @@ class StepRun {
   StepLimits limits_;
   PageTables pages_;
   CacheImage image_;
+  const Tolerance tolerance_ = options_for("cpu", CacheType::kF32).tolerance;
   std::unique_ptr<Executor> exact_, fast_;
   std::vector<int64_t> lengths_;
   std::map<std::string, int64_t> n_values_;   // compared, by op

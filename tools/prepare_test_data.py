@@ -61,17 +61,17 @@ def note(text):
     print(f"test data: {text}", file=sys.stderr, flush=True)
 
 
-def python_environment():
+def python_environment(requirements=REQUIREMENTS, name="test-python"):
     """The Python with the requirements; None when they cannot be had."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = fetch_models.cache_folder() / f"test-python-{version}"
+    folder = fetch_models.cache_folder() / f"{name}-{version}"
     python, made_from = folder / "bin" / "python", folder / "made-from"
-    recipe = REQUIREMENTS.read_text()
+    recipe = requirements.read_text()
     if python.exists() and made_from.exists() and made_from.read_text() == recipe:
         return python
     note(f"making a Python environment in {folder}")
     for command in ([sys.executable, "-m", "venv", "--clear", folder],
-                    [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", REQUIREMENTS]):
+                    [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", requirements]):
         run = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              text=True)
         if run.returncode != 0:

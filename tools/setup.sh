@@ -39,6 +39,7 @@ libpcre2-dev package
 libcurl4-openssl-dev package
 libssl-dev package
 libhwy-dev package
+libmicrohttpd-dev package
 python3 command:python3
 python3-pip python:pip
 ca-certificates file:/etc/ssl/certs/ca-certificates.crt

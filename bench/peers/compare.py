@@ -10,7 +10,8 @@ file, for formats that they do not have.
 In each round every program runs once on each model and thread count, one after the other, and before them memory is read
 at full speed, because machines that are shared change theirs. Figures are tokens a second: median (least .. most) over the
 rounds; the ratio is beryl's median to the peer's; the share is the median of what beryl reached of the read speed measured in the
-same round, if a token moved the file's weights once. Peers without the option --n-depth are compared at depth 0 only.
+same round, if a token moved the file's weights once. --record FILE keeps each round, a line of JSON: a machine may change its state between
+rounds. Peers without the option --n-depth are compared at depth 0 only.
 """
 import argparse
 import json
@@ -74,6 +75,7 @@ def main():
     parser.add_argument("--depth", default=0, type=int)
     parser.add_argument("--rounds", default=5, type=int)
     parser.add_argument("--prefix", default="", help="before every command, for example 'chrt -f 5'")
+    parser.add_argument("--record", type=pathlib.Path, help="a file that a line of JSON a round and test is added to")
     options = parser.parse_args()
     PREFIX.extend(options.prefix.split())
     if options.depth > 0:
@@ -94,6 +96,13 @@ def main():
                     for test, value in speeds(peer, model, n_threads, options, False)[0].items():
                         results.setdefault(test, []).append(value)
             for test, values in own.items():
+                if options.record:
+                    with options.record.open("a") as record:
+                        for i, value in enumerate(values):
+                            print(json.dumps({"model": short_name(model), "threads": int(n_threads), "test": test,
+                                              "depth": options.depth, "bytes": n_bytes, "read_gb_s": reads[i], "beryl": value,
+                                              **{str(peer): results[test][i] for peer, results in zip(options.peer, theirs)}}),
+                                  file=record)
                 share = ""
                 if test.startswith("tg") and options.depth == 0:
                     share = f"{statistics.median(value * n_bytes * 1e-9 / read for value, read in zip(values, reads)):.0%}"

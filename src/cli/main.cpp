@@ -29,6 +29,7 @@ MODEL is a GGUF file, a Hugging Face folder with config.json, tokenizer.json and
 
 Commands:
   run         answer a prompt, hold a conversation, or go on with a text
+  serve       answer clients over HTTP, as OpenAI's and Anthropic's APIs do
   inspect     tell what a model file is and what running it takes
   tokenize    show a text as a model's tokens
   trace       write what a model computes to a file, to compare engines
@@ -90,7 +91,7 @@ int run_program(int argc, char** argv) {
   program.formatter(std::make_shared<HelpFormatter>());
   program.set_help_flag("-h,--help", "show this help");
   program.set_version_flag("--version", "beryl " BERYL_VERSION);
-  const std::vector<Command> commands = {add_run_command(program), add_inspect_command(program),
+  const std::vector<Command> commands = {add_run_command(program), add_serve_command(program), add_inspect_command(program),
                                          add_tokenize_command(program), add_trace_command(program),
                                          add_bench_command(program), add_perplexity_command(program),
                                          add_verify_command(program), add_quantize_command(program),

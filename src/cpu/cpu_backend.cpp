@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,7 @@ constexpr int64_t kValuesWorthAThread = 8192;
 struct ScratchSizes {
   int64_t packed = 0;           // tokens as products in f32 read them
   int64_t quantized = 0;        // tokens as integer products read them
+  int64_t rounded = 0;          // tokens as products of BF16 read them
   int64_t panels = 0;           // a thread
   int64_t attention = 0;        // a thread
   int64_t partials = 0;         // attention splits
@@ -46,18 +48,21 @@ struct ScratchSizes {
   int64_t n_attention_tasks = 0;
 };
 
-// Which matrices are multiplied in integers: those of Linear and Experts with integer codes, a gated pair only together. The
-// router stays in f32: its choice among experts should not hang on a rounding of activations.
+// Which matrices are multiplied in integers or in bf16: those of Linear and Experts with integer codes or BF16, a gated pair only together.
+// The router stays in f32: its choice among experts should not hang on a rounding of activations.
 class PackingPlan {
  public:
   PackingPlan(const Program& program, CpuPrecision precision) {
     for (const WeightMatrix& matrix : program.weights->matrices) packs_.emplace_back(matrix.parts.size(), false);
+    pairs_.resize(packs_.size());
     if (precision == CpuPrecision::kExact) return;
     const auto pack = [&](MatrixRef ref, bool gated) {
       const WeightMatrix& matrix = program.matrix(ref);
       std::vector<bool>& packs = packs_[static_cast<size_t>(ref.index)];
-      for (size_t part = 0; part < matrix.parts.size(); ++part) packs[part] = has_integer_codes(matrix.parts[part].format);
-      if (gated && !(packs[0] && packs[1])) packs[0] = packs[1] = false;
+      for (size_t part = 0; part < matrix.parts.size(); ++part) packs[part] = is_packable(matrix.parts[part].format);
+      const auto is_bf16 = [&](size_t part) { return matrix.parts[part].format == Format::kBf16; };
+      if (gated && !(packs[0] && packs[1] && is_bf16(0) == is_bf16(1))) packs[0] = packs[1] = false;
+      pairs_[static_cast<size_t>(ref.index)] = gated && packs[0];
     };
     for (const Op& op : program.ops) {
       if (const auto* linear = std::get_if<Linear>(&op)) pack(linear->weight, is_gated(linear->epilogue));
@@ -65,6 +70,8 @@ class PackingPlan {
     }
   }
   bool packs(size_t matrix, size_t part) const { return packs_[matrix][part]; }
+  // Gate and up are read together, so their tiles take turns in one stream.
+  bool pairs(size_t matrix) const { return pairs_[matrix]; }
   int64_t bytes(const Program& program) const {
     int64_t sum = 0;
     for (size_t m = 0; m < packs_.size(); ++m)
@@ -75,9 +82,10 @@ class PackingPlan {
 
  private:
   std::vector<std::vector<bool>> packs_;   // [matrices][parts]
+  std::vector<bool> pairs_;                // [matrices]
 };
 
-constexpr const char* kPackedLabel = "weights, packed for integer products";
+constexpr const char* kPackedLabel = "weights, packed for products";
 
 class ScratchCounter {
  public:
@@ -135,6 +143,10 @@ class ScratchCounter {
         add_f32_product(n_tokens, cols, gated);
         continue;
       }
+      if (program_.matrix(ref).parts[part].format == Format::kBf16) {
+        grow(sizes_.rounded, Bf16Tokens::floats(n_tokens, cols));
+        continue;
+      }
       grow(sizes_.quantized, QuantizedTokens::floats(n_tokens, cols));
       if (n_tokens > kFewTokens) grow(sizes_.panels, expanded_floats(cols, gated));
     }
@@ -159,6 +171,7 @@ std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
   };
   add("scratch: packed tokens", sizes.packed);
   add("scratch: quantised tokens", sizes.quantized);
+  add("scratch: rounded tokens", sizes.rounded);
   add("scratch: weight panels", whole_lines(sizes.panels) * n_threads);
   add("scratch: attention", whole_lines(sizes.attention) * n_threads);
   add("scratch: attention splits", sizes.partials);
@@ -226,7 +239,7 @@ class CpuExecutor final : public HostExecutor<float> {
   }
 
  private:
-  enum Scratch { kPacked, kQuantized, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices };
+  enum Scratch { kPacked, kQuantized, kRounded, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices };
   float* scratch(Scratch which) const { return scratch_[static_cast<size_t>(which)].as<float>(); }
   float* thread_scratch(Scratch which, int64_t n_floats, int thread) const {
     return scratch(which) + thread * whole_lines(n_floats);
@@ -310,19 +323,30 @@ class CpuExecutor final : public HostExecutor<float> {
     for (size_t m = 0; m < program_.weights->matrices.size(); ++m) {
       const WeightMatrix& matrix = program_.weights->matrices[m];
       packed_.emplace_back(matrix.parts.size());
-      for (size_t i = 0; i < matrix.parts.size(); ++i) {
-        if (!packing_.packs(m, i)) continue;
-        const HostMatrix& part = matrix.parts[i];
-        const int64_t tile_bytes = packed_tile_bytes(part.format, part.cols), n_tiles = (part.rows + kTileRows - 1) / kTileRows;
-        packed_[m][i] = {to, tile_bytes, n_tiles};
+      const size_t n_together = packing_.pairs(m) ? 2 : 1;
+      for (size_t first = 0; first < matrix.parts.size(); first += n_together) {
+        if (!packing_.packs(m, first)) continue;
+        const std::span<const HostMatrix> parts = std::span(matrix.parts).subspan(first, n_together);
+        const int64_t n_tiles = (parts[0].rows + kTileRows - 1) / kTileRows;
+        int64_t stride = 0;
+        for (size_t i = 0; i < n_together; ++i) {
+          packed_[m][first + i] = {to + stride, 0, n_tiles};
+          stride += packed_tile_bytes(parts[i].format, parts[i].cols);
+        }
+        for (size_t i = 0; i < n_together; ++i) packed_[m][first + i].tile_stride = stride;
         constexpr int64_t kBytesWorthAThread = 1 << 20;
-        pool_.parallel_for(part.stack * n_tiles, std::max<int64_t>(1, kBytesWorthAThread / tile_bytes),
+        pool_.parallel_for(parts[0].stack * n_tiles, std::max<int64_t>(1, kBytesWorthAThread / stride),
                            [&](int64_t begin, int64_t end, int) {
-                             for (int64_t tile = begin; tile < end; ++tile)
-                               pack_tile(part, tile / n_tiles, tile % n_tiles, to + tile * tile_bytes);
-                             release_tiles(part, begin, end, n_tiles);
+                             for (int64_t tile = begin; tile < end; ++tile) {
+                               uint8_t* at = to + tile * stride;
+                               for (const HostMatrix& part : parts) {
+                                 pack_tile(part, tile / n_tiles, tile % n_tiles, at);
+                                 at += packed_tile_bytes(part.format, part.cols);
+                               }
+                             }
+                             for (const HostMatrix& part : parts) release_tiles(part, begin, end, n_tiles);
                            });
-        to += part.stack * n_tiles * tile_bytes;
+        to += parts[0].stack * n_tiles * stride;
       }
     }
     BERYL_CHECK(to == packed_weights_.data() + packed_weights_.bytes(), "all that was planned is packed");
@@ -365,13 +389,25 @@ class CpuExecutor final : public HostExecutor<float> {
     });
   }
 
+  void round(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const Bf16Tokens& to) {
+    const int64_t chunk = std::max<int64_t>(1, kValuesWorthAThread / to.cols);
+    pool_.parallel_for(to.n_tokens, chunk, [&](int64_t begin, int64_t end, int) {
+      round_tokens(x, x_stride, rows, norm, to, begin, end);
+    });
+  }
+
   // The tokens of a product of this matrix, in the forms that its parts read.
   void prepare_tokens(Product& product, MatrixRef ref, const float* x, int64_t x_stride, const RowNorm& norm, int64_t n_tokens,
                       int64_t cols) {
-    bool any_packed = false, any_f32 = false;
-    for (size_t part = 0; part < program_.matrix(ref).parts.size(); ++part)
-      (packed(ref, part) != nullptr ? any_packed : any_f32) = true;
-    if (any_packed) {
+    bool any_integer = false, any_bf16 = false, any_f32 = false;
+    const WeightMatrix& matrix = program_.matrix(ref);
+    for (size_t part = 0; part < matrix.parts.size(); ++part)
+      (packed(ref, part) == nullptr ? any_f32 : matrix.parts[part].format == Format::kBf16 ? any_bf16 : any_integer) = true;
+    if (any_bf16) {
+      product.rounded = {scratch(kRounded), n_tokens, cols};
+      round(x, x_stride, nullptr, norm, product.rounded);
+    }
+    if (any_integer) {
       product.quantized = QuantizedTokens::at(scratch(kQuantized), n_tokens, cols);
       quantize(x, x_stride, nullptr, norm, product.quantized);
     }
@@ -392,6 +428,7 @@ class CpuExecutor final : public HostExecutor<float> {
       const bool few = p.has_few_tokens();
       const int64_t most_rows = few                   ? kMaxItemRows
                                 : p.packed == nullptr ? max_panel_rows(p.x.cols, p.up != nullptr)
+                                : p.is_bf16()         ? max_bf16_rows(p.rounded.cols, p.up != nullptr)
                                                       : max_expanded_rows(p.quantized.cols, p.up != nullptr);
       rows = std::clamp<int64_t>(rows, row_tile, most_rows);
       job.block_rows = rows;
@@ -522,6 +559,11 @@ class CpuExecutor final : public HostExecutor<float> {
       product.packed = packed(ref, 0);
       if (product.packed == nullptr) {
         product.x = pack(x, stride, rows, norm, end - begin, cols, scratch(kPacked) + begin * PackedTokens::padded(cols));
+        return;
+      }
+      if (program_.matrix(ref).parts[0].format == Format::kBf16) {
+        product.rounded = {scratch(kRounded) + Bf16Tokens::floats(begin, cols), end - begin, cols};
+        round(x, stride, rows, norm, product.rounded);
         return;
       }
       QuantizedTokens all = QuantizedTokens::at(scratch(kQuantized), n_tokens_ * op.top_k, cols);

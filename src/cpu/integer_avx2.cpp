@@ -29,6 +29,7 @@ struct Simd {
 
   static __m256i load_part(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
   static Codes load(const uint8_t* from) { return {load_part(from), load_part(from + 32)}; }
+  static Codes load_next(const uint8_t* from) { return load(from); }
   static Codes low_nibbles(Codes c) {
     const __m256i mask = _mm256_set1_epi8(0x0f);
     return {_mm256_and_si256(c.a, mask), _mm256_and_si256(c.b, mask)};
@@ -47,9 +48,11 @@ struct Simd {
     return {_mm256_or_si256(codes.a, _mm256_and_si256(shift<kShift>(bits.a), m)),
             _mm256_or_si256(codes.b, _mm256_and_si256(shift<kShift>(bits.b), m))};
   }
-  static Codes look_up(const uint8_t* table, Codes c) {
+  static void look_up_nibbles(const uint8_t* table, Codes pairs, Codes& low, Codes& high) {
     const __m256i t = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-    return {_mm256_shuffle_epi8(t, c.a), _mm256_shuffle_epi8(t, c.b)};
+    const Codes l = low_nibbles(pairs), h = high_nibbles(pairs);
+    low = {_mm256_shuffle_epi8(t, l.a), _mm256_shuffle_epi8(t, l.b)};
+    high = {_mm256_shuffle_epi8(t, h.a), _mm256_shuffle_epi8(t, h.b)};
   }
   static __m256i four(const int8_t* x) {
     int32_t bytes;

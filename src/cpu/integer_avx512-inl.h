@@ -1,4 +1,4 @@
-// AVX-512 for integer_dot-inl.h, with VNNI where BERYL_VNNI is 1.
+// AVX-512 for integer_dot-inl.h, with VNNI where BERYL_VNNI is 1 and with VBMI where BERYL_VBMI is 1.
 struct Simd {
   using Codes = __m512i;
   using Ints = __m512i;
@@ -7,6 +7,11 @@ struct Simd {
   static constexpr int kWideOffset = BERYL_VNNI ? 128 : 0;
 
   static Codes load(const uint8_t* from) { return _mm512_loadu_si512(from); }
+  static Codes load_next(const uint8_t* from) {
+    Codes codes = load(from);
+    asm volatile("" : "+v"(codes));
+    return codes;
+  }
   static Codes low_nibbles(Codes c) { return _mm512_and_si512(c, _mm512_set1_epi8(0x0f)); }
   static Codes high_nibbles(Codes c) { return _mm512_and_si512(_mm512_srli_epi16(c, 4), _mm512_set1_epi8(0x0f)); }
   // codes | (bits << kShift & mask), a byte at a time; the mask keeps what crosses a byte out.
@@ -17,8 +22,18 @@ struct Simd {
                                        : bits;
     return _mm512_ternarylogic_epi32(codes, shifted, _mm512_set1_epi8(mask), 0xf8);
   }
-  static Codes look_up(const uint8_t* table, Codes c) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), c);
+  // High nibbles come down on the multiplier, which has less to do here than the shuffle unit. VBMI's permutation looks at six bits of
+  // each byte, so a table that repeats itself needs no mask.
+  static void look_up_nibbles(const uint8_t* table, Codes pairs, Codes& low, Codes& high) {
+    const Codes values = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+    const Codes down = _mm512_mulhi_epu16(pairs, _mm512_set1_epi16(1 << 12));
+#if BERYL_VBMI
+    low = _mm512_permutexvar_epi8(pairs, values);
+    high = _mm512_permutexvar_epi8(down, values);
+#else
+    low = _mm512_shuffle_epi8(values, low_nibbles(pairs));
+    high = _mm512_shuffle_epi8(values, low_nibbles(down));
+#endif
   }
   static Codes four(const int8_t* x) {
     int32_t bytes;

@@ -18,6 +18,7 @@ namespace beryl {
 namespace {
 namespace avx512vnni {
 
+#define BERYL_VBMI 0
 #define BERYL_VNNI 1
 #include "cpu/integer_avx512-inl.h"
 #include "cpu/integer_dot-inl.h"

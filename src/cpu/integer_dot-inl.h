@@ -5,6 +5,8 @@
 //   dot(a, codes, x)      a + Σ over the four bytes of a lane of codes · x[0..3]; codes unsigned, below 64, x signed
 //   dot_wide              likewise, codes any (Q8_0: sign bit flipped; the lane's sum is of code - kWideOffset)
 //   dot_many              likewise for expanded codes, signed, and x signed or, with kUnsignedTokens, q + 128
+//   load_next             load, not moved before an earlier one: memory is read slower when compilers change the order of addresses
+//   look_up_nibbles       of a table of 16 bytes: by the low nibbles of each byte, and by the high ones
 // No include guard against other namespaces: one include a file.
 #include "cpu/integer_dot.h"
 #include "weights/blocks.h"
@@ -15,13 +17,13 @@
 // Nibbles of four vectors: w[0..3] the low ones, w[4..7] the high ones.
 BERYL_INLINE void split_nibbles(const uint8_t* from, Simd::Codes (&w)[8]) {
   for (int v = 0; v < 4; ++v) {
-    const Simd::Codes pairs = Simd::load(from + 64 * v);
+    const Simd::Codes pairs = Simd::load_next(from + 64 * v);
     w[v] = Simd::low_nibbles(pairs);
     w[4 + v] = Simd::high_nibbles(pairs);
   }
 }
 BERYL_INLINE void add_fifth_bits(const uint8_t* from, Simd::Codes (&w)[8]) {
-  const Simd::Codes bits = Simd::load(from);
+  const Simd::Codes bits = Simd::load_next(from);
   w[0] = Simd::with_bits<4>(w[0], bits, 0x10);
   w[1] = Simd::with_bits<3>(w[1], bits, 0x10);
   w[2] = Simd::with_bits<2>(w[2], bits, 0x10);
@@ -31,63 +33,88 @@ BERYL_INLINE void add_fifth_bits(const uint8_t* from, Simd::Codes (&w)[8]) {
   w[6] = Simd::with_bits<-2>(w[6], bits, 0x10);
   w[7] = Simd::with_bits<-3>(w[7], bits, 0x10);
 }
-BERYL_INLINE void look_up_e2m1(Simd::Codes (&w)[8]) {
+// The same, nibbles as E2M1: their doubled values plus 12.
+BERYL_INLINE void split_e2m1(const uint8_t* from, Simd::Codes (&w)[8]) {
   alignas(16) static constexpr uint8_t kDoubledPlus12[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-  for (Simd::Codes& each : w) each = Simd::look_up(kDoubledPlus12, each);
+  for (int v = 0; v < 4; ++v) Simd::look_up_nibbles(kDoubledPlus12, Simd::load_next(from + 64 * v), w[v], w[4 + v]);
 }
 
-// A format's policy: kOffset is subtracted from its codes; kHalves scales a group; load(i) of group i of a block with these scales.
+// A format's policy: kOffset is subtracted from its codes; kHalves scales a group. What a strip's groups share is loaded once a block,
+// head(block's head, strip); load(head, block's head, group's head, strip, i) gives those of group i of the block.
+struct NoHead {};
 struct HalfScales {
   static constexpr int kHalves = 1;
   static constexpr bool kHasMins = false;
-  static BERYL_INLINE void load(const uint8_t* scales, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
-    scale[0] = Simd::load_f16(scales + 32 * i);
+  static BERYL_INLINE NoHead head(const uint8_t*, int) { return {}; }
+  static BERYL_INLINE void load(NoHead, const uint8_t*, const uint8_t* group, int strip, int, Simd::Floats (&scale)[2], Simd::Floats&) {
+    scale[0] = Simd::load_f16(group + 32 * strip);
+  }
+};
+struct HalfScalesOfTwoGroups {
+  static constexpr int kHalves = 1;
+  static constexpr bool kHasMins = false;
+  static BERYL_INLINE NoHead head(const uint8_t*, int) { return {}; }
+  static BERYL_INLINE void load(NoHead, const uint8_t* block, const uint8_t*, int, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
+    scale[0] = Simd::load_f16(block + 32 * i);
   }
 };
 struct HalfScalesAndMins {
   static constexpr int kHalves = 1;
   static constexpr bool kHasMins = true;
-  static BERYL_INLINE void load(const uint8_t* scales, int i, Simd::Floats (&scale)[2], Simd::Floats& min) {
-    scale[0] = Simd::load_f16(scales + 64 * i);
-    min = Simd::load_f16(scales + 64 * i + 32);
+  static BERYL_INLINE NoHead head(const uint8_t*, int) { return {}; }
+  static BERYL_INLINE void load(NoHead, const uint8_t*, const uint8_t* group, int strip, int, Simd::Floats (&scale)[2], Simd::Floats& min) {
+    scale[0] = Simd::load_f16(group + 64 * strip);
+    min = Simd::load_f16(group + 64 * strip + 32);
   }
 };
 struct KScales {
   static constexpr int kHalves = 1;
   static constexpr bool kHasMins = true;
-  static BERYL_INLINE void load(const uint8_t* scales, int i, Simd::Floats (&scale)[2], Simd::Floats& min) {
-    const uint8_t* own = scales + 64 + 32 * i;
-    scale[0] = Simd::mul(Simd::load_f16(scales), Simd::load_u8(own));
-    min = Simd::negate(Simd::mul(Simd::load_f16(scales + 32), Simd::load_u8(own + 16)));
+  struct Head {
+    Simd::Floats d, negative_dmin;
+  };
+  static BERYL_INLINE Head head(const uint8_t* block, int strip) {
+    return {Simd::load_f16(block + 64 * strip), Simd::negate(Simd::load_f16(block + 64 * strip + 32))};
+  }
+  static BERYL_INLINE void load(const Head& head, const uint8_t*, const uint8_t* group, int strip, int, Simd::Floats (&scale)[2],
+                                Simd::Floats& min) {
+    scale[0] = Simd::mul(head.d, Simd::load_u8(group + 32 * strip));
+    min = Simd::mul(head.negative_dmin, Simd::load_u8(group + 32 * strip + 16));
   }
 };
 struct Q6KScales {
   static constexpr int kHalves = 2;
   static constexpr bool kHasMins = false;
-  static BERYL_INLINE void load(const uint8_t* scales, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
-    const Simd::Floats d = Simd::load_f16(scales);
-    for (int half = 0; half < 2; ++half) scale[half] = Simd::mul(d, Simd::load_i8(scales + 64 + 32 * i + 16 * half));
+  static BERYL_INLINE Simd::Floats head(const uint8_t* block, int strip) { return Simd::load_f16(block + 32 * strip); }
+  static BERYL_INLINE void load(const Simd::Floats& d, const uint8_t*, const uint8_t* group, int strip, int, Simd::Floats (&scale)[2],
+                                Simd::Floats&) {
+    for (int half = 0; half < 2; ++half) scale[half] = Simd::mul(d, Simd::load_i8(group + 32 * strip + 16 * half));
   }
 };
 struct Mxfp4Scales {
   static constexpr int kHalves = 1;
   static constexpr bool kHasMins = false;
-  static BERYL_INLINE void load(const uint8_t* scales, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
-    scale[0] = Simd::load_e8m0_halved(scales + 16 * i);
+  static BERYL_INLINE NoHead head(const uint8_t*, int) { return {}; }
+  static BERYL_INLINE void load(NoHead, const uint8_t* block, const uint8_t*, int strip, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
+    scale[0] = Simd::load_e8m0_halved(block + 32 * i + 16 * strip);
   }
 };
 struct Nvfp4Scales {
   static constexpr int kHalves = 2;
   static constexpr bool kHasMins = false;
-  static BERYL_INLINE void load(const uint8_t* scales, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
-    for (int half = 0; half < 2; ++half) scale[half] = Simd::load_ue4m3_halved(scales + 32 * i + 16 * half);
+  static BERYL_INLINE NoHead head(const uint8_t*, int) { return {}; }
+  static BERYL_INLINE void load(NoHead, const uint8_t*, const uint8_t* group, int strip, int, Simd::Floats (&scale)[2], Simd::Floats&) {
+    for (int half = 0; half < 2; ++half) scale[half] = Simd::load_ue4m3_halved(group + 32 * strip + 16 * half);
   }
 };
 struct Fp4G128Scales {
   static constexpr int kHalves = 1;
   static constexpr bool kHasMins = false;
-  static BERYL_INLINE void load(const uint8_t* scales, int i, Simd::Floats (&scale)[2], Simd::Floats&) {
-    scale[0] = Simd::mul(Simd::load_bf16(scales + i / 4 * 32), Simd::set(0.5f));
+  static BERYL_INLINE Simd::Floats head(const uint8_t* block, int strip) {
+    return Simd::mul(Simd::load_bf16(block + 32 * strip), Simd::set(0.5f));
+  }
+  static BERYL_INLINE void load(const Simd::Floats& halved, const uint8_t*, const uint8_t*, int, int, Simd::Floats (&scale)[2], Simd::Floats&) {
+    scale[0] = halved;
   }
 };
 
@@ -115,7 +142,7 @@ struct SixBits {
   static BERYL_INLINE void codes(const uint8_t* from, Simd::Codes (&w)[8]) {
     split_nibbles(from, w);
     for (int h = 0; h < 2; ++h) {
-      const Simd::Codes bits = Simd::load(from + 256 + 64 * h);
+      const Simd::Codes bits = Simd::load_next(from + 256 + 64 * h);
       w[4 * h] = Simd::with_bits<4>(w[4 * h], bits, 0x30);
       w[4 * h + 1] = Simd::with_bits<2>(w[4 * h + 1], bits, 0x30);
       w[4 * h + 2] = Simd::with_bits<0>(w[4 * h + 2], bits, 0x30);
@@ -124,11 +151,11 @@ struct SixBits {
   }
 };
 struct EightBits {
-  using Scales = HalfScales;
+  using Scales = HalfScalesOfTwoGroups;
   static constexpr int kOffset = Simd::kWideOffset;
   static constexpr bool kWide = true;
   static BERYL_INLINE void codes(const uint8_t* from, Simd::Codes (&w)[8]) {
-    for (int v = 0; v < 8; ++v) w[v] = Simd::load(from + 64 * v);
+    for (int v = 0; v < 8; ++v) w[v] = Simd::load_next(from + 64 * v);
   }
 };
 template <class ScalesType>
@@ -137,8 +164,7 @@ struct E2m1 {
   static constexpr int kOffset = 12;
   static constexpr bool kWide = false;
   static BERYL_INLINE void codes(const uint8_t* from, Simd::Codes (&w)[8]) {
-    split_nibbles(from, w);
-    look_up_e2m1(w);
+    split_e2m1(from, w);
   }
 };
 
@@ -183,75 +209,101 @@ BERYL_INLINE Simd::Ints dot_some(Simd::Ints sum, const Simd::Codes* w, int begin
 
 constexpr int kGroupsAhead = 4;
 
+// One stream of a tile: all of its strips, or the one.
 template <class P, int kTokens>
-__attribute__((noinline)) void multiply_packed(const uint8_t* tile, const QuantizedTokens& x, int64_t first_token,
+__attribute__((noinline)) void multiply_packed(const uint8_t* stream, const QuantizedTokens& x, int64_t first_token,
                                                float* z, int64_t z_stride) {
+  constexpr int kTogether = P::kLayout.strips_together;
   using Scales = typename P::Scales;
+  using Head = decltype(Scales::head(nullptr, 0));
   const int64_t n_groups = x.cols / kGroupCols;
   const int8_t* values = x.values + first_token * x.cols;
   const ActivationGroup* groups = x.groups + first_token * n_groups;
-  Simd::Floats sums[kTokens];
-  for (int t = 0; t < kTokens; ++t) sums[t] = Simd::set(0.0f);
-  const uint8_t* block = tile;
+  Simd::Floats sums[kTogether][kTokens];
+  for (auto& of_strip : sums)
+    for (Simd::Floats& sum : of_strip) sum = Simd::set(0.0f);
+  const uint8_t* at = stream;
   for (int64_t first = 0; first < n_groups; first += P::kLayout.block_groups) {
-    const uint8_t* const scales = block;
-    block += P::kLayout.block_scale_bytes;
+    const uint8_t* const block = at;
+    at += P::kLayout.block_head_bytes;
+    Head heads[kTogether];
+    for (int strip = 0; strip < kTogether; ++strip) heads[strip] = Scales::head(block, strip);
     const int n_in_block = n_groups - first < P::kLayout.block_groups ? static_cast<int>(n_groups - first)
                                                                       : P::kLayout.block_groups;
-    for (int i = 0; i < n_in_block; ++i, block += P::kLayout.group_code_bytes) {
+#pragma GCC unroll 1
+    for (int i = 0; i < n_in_block; ++i, at += P::kLayout.group_bytes()) {
       const int64_t g = first + i;
-      Simd::Codes w[8];
-      P::codes(block, w);
-      Simd::Floats scale[2], min;
-      Scales::load(scales, i, scale, min);
+      Simd::Floats x_scale[kTokens];
+      Simd::Ints start[kTokens][2];
       for (int t = 0; t < kTokens; ++t) {
-        const int8_t* q = values + t * x.cols + kGroupCols * g;
         const ActivationGroup& group = groups[t * n_groups + g];
         // Weights stream through the L1 cache and drive x out of it where columns are many.
-        __builtin_prefetch(q + kGroupCols * kGroupsAhead);
+        __builtin_prefetch(values + t * x.cols + kGroupCols * (g + kGroupsAhead));
         __builtin_prefetch(&group + kGroupsAhead);
-        const Simd::Floats x_scale = Simd::set(group.scale);
-        if constexpr (Scales::kHalves == 1) {
-          const Simd::Ints sum = dot_some<P::kWide>(
-              Simd::set_int(P::kOffset == 0 ? 0 : -P::kOffset * (group.low_sum + group.high_sum)), w, 0, 8, q);
-          sums[t] = Simd::fma(Simd::to_float(sum), Simd::mul(scale[0], x_scale), sums[t]);
-        } else {
-          const Simd::Ints low = dot_some<P::kWide>(Simd::set_int(-P::kOffset * group.low_sum), w, 0, 4, q);
-          const Simd::Ints high = dot_some<P::kWide>(Simd::set_int(-P::kOffset * group.high_sum), w, 4, 8, q);
-          sums[t] = Simd::fma(Simd::to_float(low), Simd::mul(scale[0], x_scale), sums[t]);
-          sums[t] = Simd::fma(Simd::to_float(high), Simd::mul(scale[1], x_scale), sums[t]);
+        x_scale[t] = Simd::set(group.scale);
+        start[t][0] = Simd::set_int(-P::kOffset * (Scales::kHalves == 1 ? group.sum : group.low_sum));
+        start[t][1] = Simd::set_int(Scales::kHalves == 1 ? 0 : -P::kOffset * (group.sum - group.low_sum));
+      }
+#pragma GCC unroll 2
+      for (int strip = 0; strip < kTogether; ++strip) {
+        Simd::Codes w[8];
+        P::codes(at + P::kLayout.group_head_bytes + strip * P::kLayout.strip_code_bytes, w);
+        Simd::Floats scale[2], min;
+        Scales::load(heads[strip], block, at, strip, i, scale, min);
+        for (int t = 0; t < kTokens; ++t) {
+          const int8_t* q = values + t * x.cols + kGroupCols * g;
+          Simd::Floats& sum = sums[strip][t];
+          // Two chains for halves, whether they have scales of their own or not: each is half as long.
+          const Simd::Ints low = dot_some<P::kWide>(start[t][0], w, 0, 4, q);
+          const Simd::Ints high = dot_some<P::kWide>(start[t][1], w, 4, 8, q);
+          if constexpr (Scales::kHalves == 1) {
+            sum = Simd::fma(Simd::to_float(Simd::add(low, high)), Simd::mul(scale[0], x_scale[t]), sum);
+          } else {
+            sum = Simd::fma(Simd::to_float(low), Simd::mul(scale[0], x_scale[t]), sum);
+            sum = Simd::fma(Simd::to_float(high), Simd::mul(scale[1], x_scale[t]), sum);
+          }
+          if constexpr (Scales::kHasMins) sum = Simd::fma(min, Simd::set(groups[t * n_groups + g].scaled_sum), sum);
         }
-        if constexpr (Scales::kHasMins) sums[t] = Simd::fma(min, Simd::set(group.scaled_sum), sums[t]);
       }
     }
   }
-  for (int t = 0; t < kTokens; ++t) Simd::store(sums[t], z + t * z_stride);
+  for (int strip = 0; strip < kTogether; ++strip)
+    for (int t = 0; t < kTokens; ++t) Simd::store(sums[strip][t], z + t * z_stride + kStripRows * strip);
 }
 
 inline void multiply_few(Format format, const uint8_t* tile, const QuantizedTokens& x, int64_t first_token, int n_tokens,
                          float* z, int64_t z_stride) {
   with_format(format, [&](auto policy) {
     using P = decltype(policy);
-    switch (n_tokens) {
-      case 1: return multiply_packed<P, 1>(tile, x, first_token, z, z_stride);
-      case 2: return multiply_packed<P, 2>(tile, x, first_token, z, z_stride);
-      case 3: return multiply_packed<P, 3>(tile, x, first_token, z, z_stride);
-      default: return multiply_packed<P, 4>(tile, x, first_token, z, z_stride);
+    for (int strip = 0; strip < kStrips; strip += P::kLayout.strips_together) {
+      const uint8_t* const stream = tile + (strip == 0 ? 0 : P::kLayout.stream_bytes(x.cols / kGroupCols));
+      float* const to = z + kStripRows * strip;
+      switch (n_tokens) {
+        case 1: multiply_packed<P, 1>(stream, x, first_token, to, z_stride); break;
+        case 2: multiply_packed<P, 2>(stream, x, first_token, to, z_stride); break;
+        case 3: multiply_packed<P, 3>(stream, x, first_token, to, z_stride); break;
+        default: multiply_packed<P, 4>(stream, x, first_token, to, z_stride);
+      }
     }
   });
 }
 
-// ---- many tokens: codes and scales of a tile are expanded once ------------------------------------------------------
+// ---- many tokens: codes and scales of a strip are expanded once -----------------------------------------------------
 
 template <class P>
-__attribute__((noinline)) void expand_tile(const uint8_t* tile, int64_t cols, uint8_t* to) {
+__attribute__((noinline)) void expand_strip(const uint8_t* tile, int strip, int64_t cols, uint8_t* to) {
   using Scales = typename P::Scales;
   const int64_t n_groups = cols / kGroupCols;
+  if (P::kLayout.strips_together == 1) {
+    tile += strip * P::kLayout.stream_bytes(n_groups);
+    strip = 0;
+  }
   for (int64_t g = 0; g < n_groups; ++g, to += kExpandedGroupBytes) {
-    const uint8_t* scales = tile + g / P::kLayout.block_groups * P::kLayout.block_bytes();
+    const uint8_t* block = tile + g / P::kLayout.block_groups * P::kLayout.block_bytes();
     const int i = static_cast<int>(g % P::kLayout.block_groups);
+    const uint8_t* group = block + P::kLayout.block_head_bytes + i * P::kLayout.group_bytes();
     Simd::Codes w[8];
-    P::codes(scales + P::kLayout.block_scale_bytes + i * P::kLayout.group_code_bytes, w);
+    P::codes(group + P::kLayout.group_head_bytes + strip * P::kLayout.strip_code_bytes, w);
     auto* sums = reinterpret_cast<int32_t*>(to + 8 * 64);
     auto* floats = reinterpret_cast<float*>(to + 10 * 64);
     Simd::Ints halves[2];
@@ -268,14 +320,14 @@ __attribute__((noinline)) void expand_tile(const uint8_t* tile, int64_t cols, ui
     Simd::store_int(Simd::times_minus_128(Scales::kHalves == 1 ? Simd::add(halves[0], halves[1]) : halves[0]), sums);
     Simd::store_int(Simd::times_minus_128(halves[1]), sums + 16);
     Simd::Floats scale[2], min;
-    Scales::load(scales, i, scale, min);
+    Scales::load(Scales::head(block, strip), block, group, strip, i, scale, min);
     for (int half = 0; half < Scales::kHalves; ++half) Simd::store(scale[half], floats + 16 * half);
     if constexpr (Scales::kHasMins) Simd::store(min, floats + 32);
   }
 }
 
-inline void expand(Format format, const uint8_t* tile, int64_t cols, uint8_t* expanded) {
-  with_format(format, [&](auto policy) { expand_tile<decltype(policy)>(tile, cols, expanded); });
+inline void expand(Format format, const uint8_t* tile, int strip, int64_t cols, uint8_t* expanded) {
+  with_format(format, [&](auto policy) { expand_strip<decltype(policy)>(tile, strip, cols, expanded); });
 }
 
 template <int kHalves, bool kHasMins, int kTokens>

@@ -20,8 +20,8 @@ namespace beryl {
 // Of one group of one token.
 struct ActivationGroup {
   float scale;
-  float scaled_sum;            // scale · f32(low_sum + high_sum)
-  int32_t low_sum, high_sum;   // Σ q of the first 16 columns and of the others
+  float scaled_sum;            // scale · f32(sum)
+  int32_t sum, low_sum;        // Σ q, and of the first 16 columns
 };
 
 struct QuantizedTokens {
@@ -46,31 +46,31 @@ struct QuantizedTokens {
 inline constexpr int kFewQuantizedTokens = 4;   // up to these, codes are decoded in registers for each product
 inline constexpr int kQuantizedTokenTile = 8;   // of more tokens, which share codes that were expanded once
 
-// Bytes of one tile's expanded codes and scales: [groups] of {8 code vectors, and as f32 or int32 [16] each: sums of codes
+// Bytes of one strip's expanded codes and scales: [groups] of {8 code vectors, and as f32 or int32 [16] each: sums of codes
 // of 2 halves, scales of 2 halves, mins}.
 inline constexpr int64_t kExpandedGroupBytes = 8 * 64 + 5 * 64;
-inline int64_t expanded_tile_bytes(int64_t cols) { return cols / kGroupCols * kExpandedGroupBytes; }
+inline int64_t expanded_strip_bytes(int64_t cols) { return cols / kGroupCols * kExpandedGroupBytes; }
 
 // One instruction set's kernels. All give the same bits.
 struct IntegerKernels {
   // Products of many tokens take q + 128.
   bool unsigned_tokens;
-  // z[t * z_stride + r] for the 16 rows of a packed tile and tokens [first_token, first_token + n_tokens), n_tokens <= 4.
+  // z[t * z_stride + r] for the 32 rows of a packed tile and tokens [first_token, first_token + n_tokens), n_tokens <= 4.
   void (*multiply_few)(Format format, const uint8_t* tile, const QuantizedTokens& x, int64_t first_token, int n_tokens,
                        float* z, int64_t z_stride);
-  // A tile for multiply_many, 64-byte aligned.
-  void (*expand)(Format format, const uint8_t* tile, int64_t cols, uint8_t* expanded);
-  // As multiply_few, from an expanded tile; n_tokens <= 8.
+  // A strip of a tile for multiply_many, 64-byte aligned.
+  void (*expand)(Format format, const uint8_t* tile, int strip, int64_t cols, uint8_t* expanded);
+  // As multiply_few, for the 16 rows of an expanded strip; n_tokens <= 8.
   void (*multiply_many)(Format format, const uint8_t* expanded, const QuantizedTokens& x, int64_t first_token,
                         int n_tokens, float* z, int64_t z_stride);
 };
 
-// Of the target that simd.h has chosen: AVX-512 with VNNI, AVX-512, AVX2, NEON with dot products, else plain C++.
+// Of the target that simd.h has chosen: AVX-512 with VNNI (and VBMI), AVX-512, AVX2, NEON with dot products, else plain C++.
 const IntegerKernels& integer_kernels();
 
 extern const IntegerKernels kPortableIntegerKernels;
 #if defined(__x86_64__)
-extern const IntegerKernels kAvx2IntegerKernels, kAvx512IntegerKernels, kAvx512VnniIntegerKernels;
+extern const IntegerKernels kAvx2IntegerKernels, kAvx512IntegerKernels, kAvx512VnniIntegerKernels, kAvx512VbmiIntegerKernels;
 #elif defined(__aarch64__)
 extern const IntegerKernels kNeonDotIntegerKernels;
 #endif

@@ -41,7 +41,7 @@ struct PackedOwner {
     packed = {storage.data(), packed_tile_bytes(matrix.format, matrix.cols), (matrix.rows + kTileRows - 1) / kTileRows};
     for (int64_t expert = 0; expert < matrix.stack; ++expert)
       for (int64_t tile = 0; tile < packed.n_tiles; ++tile)
-        pack_tile(matrix, expert, tile, storage.data() + (expert * packed.n_tiles + tile) * packed.tile_bytes);
+        pack_tile(matrix, expert, tile, storage.data() + (expert * packed.n_tiles + tile) * packed.tile_stride);
   }
   Aligned<uint8_t> storage;
   PackedMatrix packed;
@@ -76,7 +76,8 @@ std::vector<float> multiply(const HostMatrix& weight, const PackedMatrix& packed
   std::vector<float> y(static_cast<size_t>(n_tokens * rows), -77.5f);
   product.y = y.data();
   product.y_stride = rows;
-  block_rows = std::min(block_rows, product.has_few_tokens() ? int64_t{kMaxItemRows} : max_expanded_rows(cols, false));
+  block_rows = product.has_few_tokens() ? (block_rows + kTileRows - 1) / kTileRows * kTileRows
+                                        : std::min(block_rows, max_expanded_rows(cols, false));
   for (int64_t row = 0; row < rows; row += block_rows)
     for (int64_t tile = 0; tile < product.n_token_tiles(); tile += block_tiles)
       run_product(product, row, std::min(row + block_rows, rows), tile, std::min(tile + block_tiles, product.n_token_tiles()),
@@ -119,7 +120,7 @@ TEST_P(IntegerDotTest, ActivationsAreTheNearestOf255Steps) {
     const int8_t* q = quantized.view.values + 32 * g;
     if (g < 2) {
       EXPECT_EQ(group.scale, 0) << g;
-      EXPECT_EQ(group.low_sum + group.high_sum + q[0], 0) << g;
+      EXPECT_EQ(group.sum + group.low_sum + q[0], 0) << g;
       continue;
     }
     EXPECT_EQ(group.scale, largest / 127.0f);
@@ -129,7 +130,7 @@ TEST_P(IntegerDotTest, ActivationsAreTheNearestOf255Steps) {
       sums[c / 16] += q[c];
     }
     EXPECT_EQ(group.low_sum, sums[0]);
-    EXPECT_EQ(group.high_sum, sums[1]);
+    EXPECT_EQ(group.sum, sums[0] + sums[1]);
     EXPECT_EQ(group.scaled_sum, group.scale * static_cast<float>(sums[0] + sums[1]));
   }
   for (int c = 1; c < 32; ++c) EXPECT_EQ(quantized.view.values[128 + c], c % 2 == 0 ? c : c + 1) << "ties go to even numbers";
@@ -203,12 +204,12 @@ INSTANTIATE_TEST_SUITE_P(Targets, IntegerDotTest, testing::ValuesIn(cpu_targets(
 // The kernels themselves, so that those whose processors round norms otherwise (SSE4) are compared as well.
 TEST(IntegerKernelsTest, AllInstructionSetsGiveTheBitsOfThePortableOnes) {
   for (const Format format : kIntegerFormats) {
-    constexpr int64_t kRows = 48, kCols = 768, kTokens = 8;
+    constexpr int64_t kRows = 64, kCols = 768, kTokens = 8;
     const RandomMatrix weight = random_matrix(format, kRows, kCols, 1, 1.0f, 9);
     const PackedOwner packed(weight.matrix);
     const std::vector<float> x = random_tokens(10, kTokens, kCols);
     Aligned<float> few(QuantizedTokens::floats(4, kCols)), many(QuantizedTokens::floats(kTokens, kCols));
-    Aligned<uint8_t> expanded(expanded_tile_bytes(kCols));
+    Aligned<uint8_t> expanded(expanded_strip_bytes(kCols));
     const auto run = [&](const IntegerKernels& kernels) {
       std::vector<float> z(static_cast<size_t>((kTokens + 10) * kRows));
       const QuantizedTokens few_tokens = QuantizedTokens::at(few.data(), 4, kCols);
@@ -222,8 +223,10 @@ TEST(IntegerKernelsTest, AllInstructionSetsGiveTheBitsOfThePortableOnes) {
         const uint8_t* codes = packed.packed.tile(0, tile);
         for (int n = 1; n <= 4; ++n, to += (n - 1) * kTileRows)
           kernels.multiply_few(format, codes, few_tokens, 4 - n, n, to, kTileRows);
-        kernels.expand(format, codes, kCols, expanded.data());
-        kernels.multiply_many(format, expanded.data(), many_tokens, 0, kTokens, to, kTileRows);
+        for (int strip = 0; strip < kStrips; ++strip) {
+          kernels.expand(format, codes, strip, kCols, expanded.data());
+          kernels.multiply_many(format, expanded.data(), many_tokens, 0, kTokens, to + strip * kStripRows, kTileRows);
+        }
         to += kTokens * kTileRows;
       }
       EXPECT_EQ(to, z.data() + z.size());

@@ -41,6 +41,7 @@ struct Simd {
     BERYL_PARTS(r, vld1q_u8(from + 16 * p));
     return r;
   }
+  static Codes load_next(const uint8_t* from) { return load(from); }
   static Codes low_nibbles(const Codes& c) {
     Codes r;
     BERYL_PARTS(r, vandq_u8(c.part[p], vdupq_n_u8(0x0f)));
@@ -61,10 +62,11 @@ struct Simd {
     BERYL_PARTS(r, vorrq_u8(codes.part[p], vandq_u8(shift<kShift>(bits.part[p]), vdupq_n_u8(static_cast<uint8_t>(mask)))));
     return r;
   }
-  static Codes look_up(const uint8_t* table, const Codes& c) {
-    Codes r;
-    BERYL_PARTS(r, vqtbl1q_u8(vld1q_u8(table), c.part[p]));
-    return r;
+  static void look_up_nibbles(const uint8_t* table, const Codes& pairs, Codes& low, Codes& high) {
+    const uint8x16_t t = vld1q_u8(table);
+    const Codes l = low_nibbles(pairs), h = high_nibbles(pairs);
+    BERYL_PARTS(low, vqtbl1q_u8(t, l.part[p]));
+    BERYL_PARTS(high, vqtbl1q_u8(t, h.part[p]));
   }
   static int8x16_t four(const int8_t* x) {
     int32_t bytes;

@@ -54,6 +54,7 @@ struct Simd {
     std::memcpy(r.byte, from, 64);
     return r;
   }
+  static Codes load_next(const uint8_t* from) { return load(from); }
   static Codes low_nibbles(const Codes& c) {
     return codes_of([&](int i) { return c.byte[i] & 15; });
   }
@@ -66,8 +67,9 @@ struct Simd {
       return codes.byte[i] | ((kShift > 0 ? bits.byte[i] << (kShift > 0 ? kShift : 0) : bits.byte[i] >> (kShift < 0 ? -kShift : 0)) & mask);
     });
   }
-  static Codes look_up(const uint8_t* table, const Codes& c) {
-    return codes_of([&](int i) { return table[c.byte[i]]; });
+  static void look_up_nibbles(const uint8_t* table, const Codes& pairs, Codes& low, Codes& high) {
+    low = codes_of([&](int i) { return table[pairs.byte[i] & 15]; });
+    high = codes_of([&](int i) { return table[pairs.byte[i] >> 4]; });
   }
   static Ints dot(const Ints& sum, const Codes& codes, const int8_t* x) {
     return ints_of([&](int i) {

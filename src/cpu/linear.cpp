@@ -87,8 +87,45 @@ void quantize(const float* x, int64_t x_stride, const int32_t* rows, const RowNo
       const float inverse = 127.0f / largest;
       group.scale = largest / 127.0f;
       group.low_sum = quantize16(low, inverse, flip, to);
-      group.high_sum = quantize16(high, inverse, flip, to + 16);
-      group.scaled_sum = group.scale * static_cast<float>(group.low_sum + group.high_sum);
+      group.sum = group.low_sum + quantize16(high, inverse, flip, to + 16);
+      group.scaled_sum = group.scale * static_cast<float>(group.sum);
+    }
+  }
+}
+
+// Rounded to bf16, ties to even, as f32. Too small a value: see bf16_dot.h. NaN stays NaN.
+HWY_INLINE IntPart bf16_bits(FloatPart v) {
+  const IntTag di;
+  const auto bits = hn::BitCast(di, v);
+  const auto magnitude = hn::And(bits, hn::Set(di, 0x7fffffff));
+  const auto tie = hn::And(hn::ShiftRight<16>(bits), hn::Set(di, 1));
+  const auto is_nan = hn::Gt(magnitude, hn::Set(di, 0x7f800000));
+  const auto rounded = hn::IfThenElse(is_nan, hn::Or(bits, hn::Set(di, 0x00400000)), hn::Add(bits, hn::Add(tie, hn::Set(di, 0x7fff))));
+  const auto kept = hn::And(rounded, hn::Set(di, static_cast<int32_t>(0xffff0000)));
+  const auto is_small = hn::Lt(magnitude, hn::Set(di, static_cast<int32_t>(std::bit_cast<uint32_t>(kSmallestBf16))));
+  return hn::IfThenElse(is_small, hn::Zero(di), kept);
+}
+
+void round_to_bf16(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const Bf16Tokens& tokens, bool as_f32,
+                   int64_t begin, int64_t end) {
+  const hn::Rebind<uint16_t, IntTag> d16;
+  const int64_t cols = tokens.cols, padded = Bf16Tokens::padded(cols);
+  for (int64_t t = begin; t < end; ++t) {
+    const float* from = x + (rows == nullptr ? t : rows[t]) * x_stride;
+    const float factor = norm_factor(from, cols, norm);
+    float* wide = tokens.data + t * padded;
+    uint16_t* narrow = tokens.as_bf16(t);
+    for (int64_t c = 0; c < padded; c += 16) {
+      const Vec16 v = c < cols ? normed16(from, c, cols, norm, factor) : zero16();
+      for (size_t p = 0; p < kParts; ++p) {
+        const IntPart bits = bf16_bits(v.part[p]);
+        const int64_t at = c + static_cast<int64_t>(p * kPartLanes);
+        if (as_f32) {
+          hn::StoreU(hn::BitCast(FloatTag(), bits), FloatTag(), wide + at);
+        } else {
+          hn::StoreU(hn::TruncateTo(d16, hn::BitCast(hn::RebindToUnsigned<IntTag>(), hn::ShiftRight<16>(bits))), d16, narrow + at);
+        }
+      }
     }
   }
 }
@@ -261,28 +298,48 @@ void run_packed(const Product& product, const IntegerKernels& kernels, int64_t r
   const int n_parts = product.up == nullptr ? 1 : 2;
   const HostMatrix* weights[2] = {product.weight, product.up};
   const PackedMatrix* packed[2] = {product.packed, product.packed_up};
-  const int64_t n_rows = row_end - row_begin, first_tile = row_begin / kTileRows;
-  const int64_t n_tiles = (n_rows + kTileRows - 1) / kTileRows;
+  const int64_t n_rows = row_end - row_begin;
   if (product.has_few_tokens()) {
     const int n_tokens = static_cast<int>(x.n_tokens);
-    for (int part = 0; part < n_parts; ++part)
-      for (int64_t i = 0; i < n_tiles; ++i)
-        kernels.multiply_few(weights[part]->format, packed[part]->tile(product.expert, first_tile + i), x, 0, n_tokens,
-                             z[part] + i * kTileRows, kMaxItemRows);
+    for (int64_t r = 0; r < n_rows; r += kTileRows)   // in the order of the tiles in memory
+      for (int part = 0; part < n_parts; ++part)
+        kernels.multiply_few(weights[part]->format, packed[part]->tile(product.expert, (row_begin + r) / kTileRows), x, 0, n_tokens,
+                             z[part] + r, kMaxItemRows);
     return finish(product, row_begin, n_rows, 0, n_tokens, z[0], z[1]);
   }
-  const int64_t expanded_bytes = expanded_tile_bytes(x.cols);
-  const auto expanded = [&](int part, int64_t i) { return panel + (part * n_tiles + i) * expanded_bytes; };
+  const int64_t n_strips = (n_rows + kStripRows - 1) / kStripRows, first_strip = row_begin / kStripRows;
+  const int64_t expanded_bytes = expanded_strip_bytes(x.cols);
+  const auto expanded = [&](int part, int64_t i) { return panel + (part * n_strips + i) * expanded_bytes; };
   for (int part = 0; part < n_parts; ++part)
-    for (int64_t i = 0; i < n_tiles; ++i)
-      kernels.expand(weights[part]->format, packed[part]->tile(product.expert, first_tile + i), x.cols, expanded(part, i));
+    for (int64_t i = 0; i < n_strips; ++i)
+      kernels.expand(weights[part]->format, packed[part]->tile(product.expert, (first_strip + i) / kStrips),
+                     static_cast<int>((first_strip + i) % kStrips), x.cols, expanded(part, i));
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int64_t first_token = tile * kQuantizedTokenTile;
     const int n_tokens = static_cast<int>(std::min<int64_t>(kQuantizedTokenTile, x.n_tokens - first_token));
     for (int part = 0; part < n_parts; ++part)
-      for (int64_t i = 0; i < n_tiles; ++i)
-        kernels.multiply_many(weights[part]->format, expanded(part, i), x, first_token, n_tokens, z[part] + i * kTileRows,
+      for (int64_t i = 0; i < n_strips; ++i)
+        kernels.multiply_many(weights[part]->format, expanded(part, i), x, first_token, n_tokens, z[part] + i * kStripRows,
                               kMaxItemRows);
+    finish(product, row_begin, n_rows, first_token, n_tokens, z[0], z[1]);
+  }
+}
+
+// The same for packed weights of BF16, which need nothing expanded.
+void run_bf16(const Product& product, const Bf16Kernels& kernels, int64_t row_begin, int64_t row_end, int64_t tile_begin,
+              int64_t tile_end) {
+  alignas(64) float z[2][kBf16TokenTile * kMaxItemRows];
+  const Bf16Tokens& x = product.rounded;
+  const PackedMatrix* packed[2] = {product.packed, product.packed_up};
+  const int n_parts = product.up == nullptr ? 1 : 2;
+  const int64_t n_rows = row_end - row_begin;
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int64_t first_token = tile * kBf16TokenTile;
+    const int n_tokens = static_cast<int>(std::min<int64_t>(kBf16TokenTile, x.n_tokens - first_token));
+    for (int64_t r = 0; r < n_rows; r += kTileRows)
+      for (int part = 0; part < n_parts; ++part)
+        kernels.multiply(packed[part]->tile(product.expert, (row_begin + r) / kTileRows), x, first_token, n_tokens, z[part] + r,
+                         kMaxItemRows);
     finish(product, row_begin, n_rows, first_token, n_tokens, z[0], z[1]);
   }
 }
@@ -307,6 +364,8 @@ HWY_EXPORT(pack);
 HWY_EXPORT(quantize);
 HWY_EXPORT(run);
 HWY_EXPORT(run_packed);
+HWY_EXPORT(round_to_bf16);
+HWY_EXPORT(run_bf16);
 
 int64_t max_panel_rows(int64_t cols, bool gated) {
   const int64_t row_floats = PackedTokens::padded(cols) * (gated ? 2 : 1);
@@ -314,12 +373,17 @@ int64_t max_panel_rows(int64_t cols, bool gated) {
 }
 
 int64_t max_expanded_rows(int64_t cols, bool gated) {
-  const int64_t tile_bytes = expanded_tile_bytes(cols) * (gated ? 2 : 1);
+  const int64_t strip_bytes = expanded_strip_bytes(cols) * (gated ? 2 : 1);
+  return std::clamp<int64_t>(kExpandedBytes / strip_bytes * kStripRows, kStripRows, kMaxItemRows);
+}
+
+int64_t max_bf16_rows(int64_t cols, bool gated) {
+  const int64_t tile_bytes = packed_tile_bytes(Format::kBf16, cols) * (gated ? 2 : 1);
   return std::clamp<int64_t>(kExpandedBytes / tile_bytes * kTileRows, kTileRows, kMaxItemRows);
 }
 
 int64_t expanded_floats(int64_t cols, bool gated) {
-  return max_expanded_rows(cols, gated) / kTileRows * expanded_tile_bytes(cols) * (gated ? 2 : 1) / 4;
+  return max_expanded_rows(cols, gated) / kStripRows * expanded_strip_bytes(cols) * (gated ? 2 : 1) / 4;
 }
 
 int64_t panel_floats(int64_t cols, bool gated) {
@@ -337,11 +401,18 @@ void quantize_tokens(const float* x, int64_t x_stride, const int32_t* rows, cons
   HWY_DYNAMIC_DISPATCH(quantize)(x, x_stride, rows, norm, to, is_unsigned ? 128 : 0, begin, end);
 }
 
+void round_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const Bf16Tokens& to, int64_t begin,
+                  int64_t end) {
+  HWY_DYNAMIC_DISPATCH(round_to_bf16)(x, x_stride, rows, norm, to, bf16_kernels().f32_tokens, begin, end);
+}
+
 void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
                  float* panel) {
   BERYL_CHECK(row_end - row_begin <= kMaxItemRows, "rows of one item");
   if (product.packed != nullptr) {
-    BERYL_CHECK(row_begin % kTileRows == 0, "packed rows come in whole tiles");
+    BERYL_CHECK(row_begin % product.row_tile() == 0, "packed rows come in whole tiles or strips");
+    if (product.is_bf16())
+      return HWY_DYNAMIC_DISPATCH(run_bf16)(product, bf16_kernels(), row_begin, row_end, tile_begin, tile_end);
     return HWY_DYNAMIC_DISPATCH(run_packed)(product, integer_kernels(), row_begin, row_end, tile_begin, tile_end,
                                             reinterpret_cast<uint8_t*>(panel));
   }

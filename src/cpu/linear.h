@@ -9,11 +9,13 @@
 //
 // Matrices of integer codes that were packed (packed_matrix.h) are multiplied in integers instead, with activations of
 // 8 bits: integer_dot.h says what the result is. Few tokens decode codes in registers, more tokens share expanded tiles;
-// the same bits again.
+// the same bits again. Packed matrices of BF16 are multiplied with activations rounded to bf16 (bf16_dot.h), by one loop for few
+// tokens and many.
 #pragma once
 
 #include <cstdint>
 
+#include "cpu/bf16_dot.h"
 #include "cpu/integer_dot.h"
 #include "cpu/packed_matrix.h"
 #include "cpu/row_norm.h"
@@ -52,6 +54,10 @@ void pack_tokens(const float* x, int64_t x_stride, const int32_t* rows, const Ro
 void quantize_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const QuantizedTokens& to,
                      int64_t begin, int64_t end);
 
+// Norms and rounds the tokens [begin, end), in the form that the chosen target's products take. Token i as above.
+void round_tokens(const float* x, int64_t x_stride, const int32_t* rows, const RowNorm& norm, const Bf16Tokens& to, int64_t begin,
+                  int64_t end);
+
 // One part of a Linear, or the two parts of a gated one.
 struct Product {
   const HostMatrix* weight = nullptr;
@@ -60,7 +66,8 @@ struct Product {
   const PackedMatrix* packed_up = nullptr;  // of up, packed just where weight is
   int64_t expert = 0;
   PackedTokens x;                           // not packed: the tokens
-  QuantizedTokens quantized;                // packed: the tokens
+  QuantizedTokens quantized;                // packed, of integer codes: the tokens
+  Bf16Tokens rounded;                       // packed, of BF16: the tokens
   Epilogue epilogue = Epilogue::kStore;
   float softcap = 0;
   float* y = nullptr;               // [n_tokens][rows], rows y_stride apart
@@ -68,24 +75,27 @@ struct Product {
   const float* other = nullptr;     // kGeluTimesOther, like y
   int64_t other_stride = 0;
 
-  int64_t n_tokens() const { return packed == nullptr ? x.n_tokens : quantized.n_tokens; }
-  int token_tile() const { return packed == nullptr ? kTokenTile : kQuantizedTokenTile; }
+  bool is_bf16() const { return packed != nullptr && weight->format == Format::kBf16; }
+  int64_t n_tokens() const { return packed == nullptr ? x.n_tokens : is_bf16() ? rounded.n_tokens : quantized.n_tokens; }
+  int token_tile() const { return packed == nullptr ? kTokenTile : is_bf16() ? kBf16TokenTile : kQuantizedTokenTile; }
   int64_t n_token_tiles() const { return (n_tokens() + token_tile() - 1) / token_tile(); }
-  int row_tile() const { return packed == nullptr ? kRowTile : kTileRows; }
+  // What blocks of rows are multiples of.
+  int row_tile() const { return packed == nullptr ? kRowTile : is_bf16() || has_few_tokens() ? kTileRows : kStripRows; }
   bool has_few_tokens() const { return n_tokens() <= kFewTokens; }
 };
 static_assert(kFewTokens == kFewQuantizedTokens && kMaxItemRows % kTileRows == 0);
 
 // Most rows that one call of run_product may take: what fits a panel.
 int64_t max_panel_rows(int64_t cols, bool gated);
-int64_t max_expanded_rows(int64_t cols, bool gated);    // of packed products
+int64_t max_expanded_rows(int64_t cols, bool gated);    // of packed products of integer codes
+int64_t max_bf16_rows(int64_t cols, bool gated);        // of packed products of BF16
 // Floats of the panel that each thread brings along, 64-byte aligned.
 int64_t panel_floats(int64_t cols, bool gated);
 int64_t expanded_floats(int64_t cols, bool gated);
 
 // Rows [row_begin, row_end) of y for the tokens of tiles [tile_begin, tile_end). At most kMaxItemRows rows, and where
-// n_tokens > kFewTokens at most max_panel_rows (max_expanded_rows). Of packed products row_begin is a multiple of
-// kTileRows. panel is not used when n_tokens <= kFewTokens.
+// n_tokens > kFewTokens at most max_panel_rows (max_expanded_rows, max_bf16_rows). Of packed products row_begin is a multiple of
+// row_tile(). panel is not used when n_tokens <= kFewTokens, nor by products of BF16.
 void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
                  float* panel);
 

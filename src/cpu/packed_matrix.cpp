@@ -1,9 +1,12 @@
 #include "cpu/packed_matrix.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "base/error.h"
+#include "base/float_formats.h"
+#include "cpu/bf16_dot.h"
 #include "weights/blocks.h"
 #include "weights/decode.h"
 
@@ -20,17 +23,20 @@ T load_as(const uint8_t* from) {
   return value;
 }
 
-// Where one row of a tile goes: dword r of each vector.
+// Where one row of a tile goes: dword `lane` of each vector of its strip.
 struct RowTarget {
   PackedLayout layout;
-  uint8_t* tile;
-  int row;
+  uint8_t* stream;
+  int strip;               // of the stream
+  int lane;
 
-  uint8_t* block(int64_t group) const { return tile + group / layout.block_groups * layout.block_bytes(); }
+  uint8_t* block_head(int64_t group) const { return stream + group / layout.block_groups * layout.block_bytes(); }
   int in_block(int64_t group) const { return static_cast<int>(group % layout.block_groups); }
+  uint8_t* group_head(int64_t group) const {
+    return block_head(group) + layout.block_head_bytes + in_block(group) * layout.group_bytes();
+  }
   void put(int64_t group, int vector, uint32_t value) const {
-    std::memcpy(block(group) + layout.block_scale_bytes + in_block(group) * layout.group_code_bytes + 64 * vector + 4 * row,
-                &value, 4);
+    std::memcpy(group_head(group) + layout.group_head_bytes + strip * layout.strip_code_bytes + 64 * vector + 4 * lane, &value, 4);
   }
 };
 
@@ -67,7 +73,7 @@ template <class Block, bool kMins>
 void pack_half_scales(const uint8_t* row, int64_t cols, const RowTarget& to) {
   for (int64_t g = 0; g < cols / kGroupCols; ++g) {
     const uint8_t* block = row + g * static_cast<int64_t>(sizeof(Block));
-    uint8_t* scales = to.block(g) + to.in_block(g) * (kMins ? 64 : 32) + 2 * to.row;
+    uint8_t* scales = to.group_head(g) + to.strip * (kMins ? 64 : 32) + 2 * to.lane;
     std::memcpy(scales, block, 2);
     if constexpr (kMins) std::memcpy(scales + 32, block + offsetof(Block, min), 2);
   }
@@ -77,6 +83,7 @@ void pack_q8_0(const uint8_t* row, int64_t cols, const RowTarget& to) {
   for (int64_t g = 0; g < cols / kGroupCols; ++g) {
     const uint8_t* codes = row + g * static_cast<int64_t>(sizeof(BlockQ8_0)) + offsetof(BlockQ8_0, codes);
     for (int v = 0; v < 8; ++v) to.put(g, v, load_as<uint32_t>(codes + 4 * v) ^ 0x80808080u);
+    std::memcpy(to.block_head(g) + 32 * to.in_block(g) + 2 * to.lane, codes - offsetof(BlockQ8_0, codes) + offsetof(BlockQ8_0, scale), 2);
   }
 }
 
@@ -92,13 +99,14 @@ void pack_k(const uint8_t* row, int64_t cols, const RowTarget& to) {
         to.put(8 * b + 2 * p, v, (first & kLowNibbles) | (second & kLowNibbles) << 4);
         to.put(8 * b + 2 * p + 1, v, (first >> 4 & kLowNibbles) | (second & ~kLowNibbles));
       }
-    uint8_t* scales = to.block(8 * b);
-    std::memcpy(scales + 2 * to.row, block + offsetof(Block, scale), 2);
-    std::memcpy(scales + 32 + 2 * to.row, block + offsetof(Block, min_scale), 2);
+    uint8_t* head = to.block_head(8 * b) + 64 * to.strip + 2 * to.lane;
+    std::memcpy(head, block + offsetof(Block, scale), 2);
+    std::memcpy(head + 32, block + offsetof(Block, min_scale), 2);
     const GroupScales groups = unpack_scales_and_mins(block + offsetof(Block, scales));
     for (int g = 0; g < 8; ++g) {
-      scales[64 + 32 * g + to.row] = groups.scales[g];
-      scales[64 + 32 * g + 16 + to.row] = groups.mins[g];
+      uint8_t* scales = to.group_head(8 * b + g) + 32 * to.strip + to.lane;
+      scales[0] = groups.scales[g];
+      scales[16] = groups.mins[g];
     }
   }
 }
@@ -131,16 +139,18 @@ void pack_q6_k(const uint8_t* row, int64_t cols, const RowTarget& to) {
         to.put(8 * b + g, 4 + h, bits);
       }
     }
-    uint8_t* scales = to.block(8 * b);
-    std::memcpy(scales + 2 * to.row, block + offsetof(BlockQ6_K, scale), 2);
-    for (int i = 0; i < 16; ++i) scales[64 + 16 * i + to.row] = block[offsetof(BlockQ6_K, scales) + static_cast<size_t>(i)];
+    std::memcpy(to.block_head(8 * b) + 32 * to.strip + 2 * to.lane, block + offsetof(BlockQ6_K, scale), 2);
+    for (int i = 0; i < 16; ++i)
+      to.group_head(8 * b + i / 2)[32 * to.strip + 16 * (i % 2) + to.lane] =
+          block[offsetof(BlockQ6_K, scales) + static_cast<size_t>(i)];
   }
 }
 
 void pack_mxfp4(const uint8_t* row, int64_t cols, const RowTarget& to) {
   pack_nibbles<BlockMxfp4>(row, cols, to);
   for (int64_t g = 0; g < cols / kGroupCols; ++g)
-    to.block(g)[16 * to.in_block(g) + to.row] = row[g * static_cast<int64_t>(sizeof(BlockMxfp4)) + offsetof(BlockMxfp4, exponent)];
+    to.block_head(g)[32 * to.in_block(g) + 16 * to.strip + to.lane] =
+        row[g * static_cast<int64_t>(sizeof(BlockMxfp4)) + offsetof(BlockMxfp4, exponent)];
 }
 
 void pack_nvfp4(const uint8_t* row, int64_t cols, const RowTarget& to) {
@@ -156,7 +166,7 @@ void pack_nvfp4(const uint8_t* row, int64_t cols, const RowTarget& to) {
     for (int half = 0; half < 2; ++half) {
       const uint8_t scale = block[offsetof(BlockNvfp4, scales) + static_cast<size_t>(g % 2 * 2 + half)];
       // decode.h: bit 7 is ignored except that 0x7f alone means 0; 0xff is then no special value.
-      to.block(g)[32 * to.in_block(g) + 16 * half + to.row] = scale == 0x7f ? 0 : scale & 0x7f;
+      to.group_head(g)[32 * to.strip + 16 * half + to.lane] = scale == 0x7f ? 0 : scale & 0x7f;
     }
   }
 }
@@ -166,8 +176,18 @@ void pack_fp4_g128(const uint8_t* row, const uint8_t* row_scales, int64_t cols, 
     for (int v = 0; v < 4; ++v)
       to.put(g, v, spread_nibbles(load_as<uint16_t>(row + 16 * g + 2 * v)) |
                        spread_nibbles(load_as<uint16_t>(row + 16 * g + 8 + 2 * v)) << 4);
-  for (int64_t i = 0; i < cols / kFp4GroupWeights; ++i) 
-    std::memcpy(to.block(4 * i) + 32 * (i % 2) + 2 * to.row, row_scales + 2 * i, 2);
+  for (int64_t i = 0; i < cols / kFp4GroupWeights; ++i)
+    std::memcpy(to.block_head(4 * i) + 32 * to.strip + 2 * to.lane, row_scales + 2 * i, 2);
+}
+
+void pack_bf16(const uint8_t* row, int64_t cols, const RowTarget& to) {
+  for (int64_t pair = 0; pair < (cols + 1) / 2; ++pair) {
+    uint32_t bits = load_as<uint16_t>(row + 4 * pair);
+    if (2 * pair + 1 < cols) bits |= uint32_t{load_as<uint16_t>(row + 4 * pair + 2)} << 16;
+    for (const int shift : {0, 16})
+      if (std::abs(bf16_to_f32(static_cast<uint16_t>(bits >> shift))) < kSmallestBf16) bits &= 0xffff0000u >> shift;
+    std::memcpy(to.group_head(pair / 16) + (pair % 16 * kStrips + to.strip) * 64 + 4 * to.lane, &bits, 4);
+  }
 }
 
 void pack_row(Format format, const uint8_t* row, const uint8_t* row_scales, int64_t cols, const RowTarget& to) {
@@ -187,8 +207,7 @@ void pack_row(Format format, const uint8_t* row, const uint8_t* row_scales, int6
       pack_fifth_bits<BlockQ5_1>(row, cols, to);
       return pack_half_scales<BlockQ5_1, true>(row, cols, to);
     case Format::kQ8_0:
-      pack_q8_0(row, cols, to);
-      return pack_half_scales<BlockQ8_0, false>(row, cols, to);
+      return pack_q8_0(row, cols, to);
     case Format::kQ4_K: return pack_k<BlockQ4_K>(row, cols, to);
     case Format::kQ5_K:
       pack_k<BlockQ5_K>(row, cols, to);
@@ -197,13 +216,14 @@ void pack_row(Format format, const uint8_t* row, const uint8_t* row_scales, int6
     case Format::kMxfp4: return pack_mxfp4(row, cols, to);
     case Format::kNvfp4: return pack_nvfp4(row, cols, to);
     case Format::kFp4G128: return pack_fp4_g128(row, row_scales, cols, to);
-    default: BERYL_CHECK(false, "a format of integer codes");
+    case Format::kBf16: return pack_bf16(row, cols, to);
+    default: BERYL_CHECK(false, "a format that is packed");
   }
 }
 
 }  // namespace
 
-int64_t packed_tile_bytes(Format format, int64_t cols) { return packed_layout(format).tile_bytes(cols / kGroupCols); }
+int64_t packed_tile_bytes(Format format, int64_t cols) { return packed_layout(format).tile_bytes((cols + kGroupCols - 1) / kGroupCols); }
 
 int64_t packed_bytes(const HostMatrix& matrix) {
   return matrix.stack * ((matrix.rows + kTileRows - 1) / kTileRows) * packed_tile_bytes(matrix.format, matrix.cols);
@@ -211,16 +231,20 @@ int64_t packed_bytes(const HostMatrix& matrix) {
 
 void pack_tile(const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* to) {
   const int64_t row_begin = tile * kTileRows, n_rows = std::min<int64_t>(kTileRows, matrix.rows - row_begin);
-  if (n_rows < kTileRows) std::memset(to, 0, static_cast<size_t>(packed_tile_bytes(matrix.format, matrix.cols)));
+  if (n_rows < kTileRows || matrix.cols % kGroupCols != 0)
+    std::memset(to, 0, static_cast<size_t>(packed_tile_bytes(matrix.format, matrix.cols)));
   const auto* codes = reinterpret_cast<const uint8_t*>(matrix.codes) + expert * matrix.stack_stride_bytes;
   const auto* scales = matrix.scales == nullptr
                            ? nullptr
                            : reinterpret_cast<const uint8_t*>(matrix.scales) + expert * matrix.stack_scale_stride_bytes;
   const int64_t row_stride = row_bytes(matrix.format, matrix.cols), scale_stride = row_scale_bytes(matrix.format, matrix.cols);
+  const PackedLayout layout = packed_layout(matrix.format);
+  const int stream_rows = layout.strips_together * kStripRows;
+  const int64_t stream_bytes = packed_tile_bytes(matrix.format, matrix.cols) * layout.strips_together / kStrips;
   for (int r = 0; r < n_rows; ++r) {
     const int64_t row = row_begin + r;
     pack_row(matrix.format, codes + row * row_stride, scales == nullptr ? nullptr : scales + row * scale_stride, matrix.cols,
-             {packed_layout(matrix.format), to, r});
+             {layout, to + r / stream_rows * stream_bytes, r % stream_rows / kStripRows, r % kStripRows});
   }
 }
 

@@ -107,12 +107,24 @@ std::vector<std::vector<int>> allowed_cores() {
 
 }  // namespace
 
-int usable_cores() {
-  const auto n_allowed = static_cast<int>(allowed_cores().size());
-  int n_cores = n_allowed > 0 ? n_allowed : static_cast<int>(std::thread::hardware_concurrency());
+namespace {
+
+// n of the affinity mask (0: not known), cut to the quota.
+int cut_to_quota(size_t n) {
+  int usable = n > 0 ? static_cast<int>(n) : static_cast<int>(std::thread::hardware_concurrency());
   const double quota = cgroup_quota();
-  if (quota > 0) n_cores = std::min(n_cores, static_cast<int>(std::ceil(quota)));
-  return std::max(n_cores, 1);
+  if (quota > 0) usable = std::min(usable, static_cast<int>(std::ceil(quota)));
+  return std::max(usable, 1);
+}
+
+}  // namespace
+
+int usable_cores() { return cut_to_quota(allowed_cores().size()); }
+
+int usable_processors() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  return cut_to_quota(sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? static_cast<size_t>(CPU_COUNT(&allowed)) : 0);
 }
 
 std::vector<std::vector<int>> cores_of_threads(int n_threads) {
@@ -126,6 +138,9 @@ std::vector<std::vector<int>> cores_of_threads(int n_threads) {
 
 ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads > 0 ? n_threads : usable_cores())) {
   n_threads = static_cast<int>(stretches_.size());
+  const int n_processors = usable_processors();
+  spin_time_ = n_threads > n_processors ? std::chrono::microseconds{0} : kSpinTime;
+  n_to_wake_ = std::min(n_threads, n_processors) - 1;
   workers_.reserve(static_cast<size_t>(n_threads - 1));
   for (int thread = 1; thread < n_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
   const std::vector<std::vector<int>> cores = cores_of_threads(n_threads);
@@ -169,12 +184,16 @@ void ThreadPool::run(int64_t n_items, int64_t chunk, void* body, Call call) {
   state_.store(epoch << kEpochShift | kOpen);
   if (n_sleeping_.load() > 0) {
     { const std::lock_guard lock(mutex_); }
-    wake_.notify_all();
+    if (n_to_wake_ < static_cast<int>(workers_.size())) {
+      for (int i = 0; i < n_to_wake_; ++i) wake_.notify_one();
+    } else {
+      wake_.notify_all();
+    }
   }
   take_items(0);
   state_.fetch_and(~kOpen, std::memory_order_acq_rel);
   for (int spins = 0; (state_.load(std::memory_order_acquire) & kWorkersMask) != 0; ++spins) {
-    if (spins < 2000) {
+    if (spins < 2000 && spin_time_.count() > 0) {
       pause_briefly();
     } else {
       std::this_thread::yield();  // more threads than cores: a worker may be waiting for this one
@@ -212,7 +231,7 @@ void ThreadPool::work(int thread) {
   const auto is_news = [&](uint64_t state) { return state >> kEpochShift != seen_epoch; };
   for (;;) {
     uint64_t state = state_.load(std::memory_order_acquire);
-    const auto spin_end = std::chrono::steady_clock::now() + kSpinTime;
+    const auto spin_end = std::chrono::steady_clock::now() + spin_time_;
     while (!is_news(state) && !stop_.load(std::memory_order_relaxed)) {
       for (int i = 0; i < kSpinsBetweenChecks && !is_news(state); ++i) {
         pause_briefly();

@@ -5,6 +5,9 @@
 // part; a worker that is still waking up is not waited for, because items are handed out one by one and the others
 // finish those that nobody took. When nothing runs, all workers sleep and use no CPU.
 //
+// With more threads than processors that the process may use nobody spins, and a loop wakes no more workers than there are processors:
+// others would only take them away from those that have work.
+//
 // Each thread begins with a stretch of items of its own, so that it reads the memory behind them as one stream, and then
 // helps the others with theirs. Which thread computes an item is a matter of chance: its result must not depend on it.
 //
@@ -13,6 +16,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -68,6 +72,8 @@ class ThreadPool {
     int64_t end = 0;
   };
   std::vector<Stretch> stretches_;     // [n_threads]
+  std::chrono::microseconds spin_time_;  // of a worker that waits
+  int n_to_wake_;                        // workers that a loop wakes
   alignas(64) std::atomic<int> n_sleeping_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
@@ -78,6 +84,9 @@ class ThreadPool {
 // Physical cores that this process may use: the affinity mask, one thread a core, cut to the CPU quota of its control
 // group (rounded up). At least 1.
 int usable_cores();
+
+// Hardware threads that this process may use, cut in the same way.
+int usable_processors();
 
 // The cores that workers 1, 2, ... of a pool of n_threads are bound to, each as the hardware threads of it that the process may
 // use; the calling thread, 0, is left the first one. Empty: they are not bound.

@@ -14,6 +14,7 @@
 #include <hwy/highway.h>
 
 #include "base/error.h"
+#include "cpu/bf16_dot.h"
 #include "cpu/integer_dot.h"
 
 namespace beryl {
@@ -23,19 +24,27 @@ namespace {
 struct Target {
   const char* name;
   int64_t bit;                      // Highway's
-  bool (*has_more)();               // of what the integer kernels need; null: nothing
+  bool (*has_more)();               // of what the integer and bf16 kernels need; null: nothing
   const IntegerKernels* integer;
+  const Bf16Kernels* bf16;
 };
 #if defined(__x86_64__)
 bool has_vnni() { return __builtin_cpu_supports("avx512vnni") != 0; }
-constexpr Target kTargets[] = {{"avx512vnni", HWY_AVX3, has_vnni, &kAvx512VnniIntegerKernels},
-                               {"avx512", HWY_AVX3, nullptr, &kAvx512IntegerKernels},
-                               {"avx2", HWY_AVX2, nullptr, &kAvx2IntegerKernels},
-                               {"sse4", HWY_SSE4, nullptr, &kPortableIntegerKernels}};
+// A processor whose instruction rounds in another way than is defined takes the next target.
+bool has_bf16() {
+  static const bool has = has_vnni() && __builtin_cpu_supports("avx512vbmi") != 0 && __builtin_cpu_supports("avx512bf16") != 0 &&
+                          bf16_instruction_adds_as_defined();
+  return has;
+}
+constexpr Target kTargets[] = {{"avx512bf16", HWY_AVX3, has_bf16, &kAvx512VbmiIntegerKernels, &kAvx512Bf16Kernels},
+                               {"avx512vnni", HWY_AVX3, has_vnni, &kAvx512VnniIntegerKernels, &kAvx512Bf16InF32Kernels},
+                               {"avx512", HWY_AVX3, nullptr, &kAvx512IntegerKernels, &kAvx512Bf16InF32Kernels},
+                               {"avx2", HWY_AVX2, nullptr, &kAvx2IntegerKernels, &kAvx2Bf16Kernels},
+                               {"sse4", HWY_SSE4, nullptr, &kPortableIntegerKernels, &kPortableBf16Kernels}};
 #else
 bool has_dot_product() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
-constexpr Target kTargets[] = {{"neondot", HWY_NEON, has_dot_product, &kNeonDotIntegerKernels},
-                               {"neon", HWY_NEON, nullptr, &kPortableIntegerKernels}};
+constexpr Target kTargets[] = {{"neondot", HWY_NEON, has_dot_product, &kNeonDotIntegerKernels, &kPortableBf16Kernels},
+                               {"neon", HWY_NEON, nullptr, &kPortableIntegerKernels, &kPortableBf16Kernels}};
 #endif
 
 const Target* chosen = nullptr;     // null: the best
@@ -81,6 +90,11 @@ std::string cpu_target() {
 const IntegerKernels& integer_kernels() {
   const Target* const target = current();
   return target == nullptr ? kPortableIntegerKernels : *target->integer;
+}
+
+const Bf16Kernels& bf16_kernels() {
+  const Target* const target = current();
+  return target == nullptr ? kPortableBf16Kernels : *target->bf16;
 }
 
 void choose_cpu_target(const std::string& name) {

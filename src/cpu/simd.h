@@ -2,7 +2,7 @@
 //
 // Include this before any Highway header. Every kernel file is compiled once for each of SSE4, AVX2 (with FMA) and
 // AVX-512 on x86-64, and for NEON on 64-bit ARM; the best one that the processor has runs. (The integer kernels have
-// files of their own: integer_dot.h.) Results are the same bits on
+// files of their own, and so have products of bf16: integer_dot.h, bf16_dot.h.) Results are the same bits on
 // all targets that have a fused multiply-add; SSE4 has none and rounds each product, so its last bits differ.
 #pragma once
 
@@ -16,8 +16,8 @@
 
 namespace beryl {
 
-// Names, best first: "avx512vnni", "avx512", "avx2", "sse4", or "neondot", "neon"; only those that this processor has. The
-// first two of either list differ in the integer kernels alone.
+// Names, best first: "avx512bf16" (which needs VNNI and VBMI too), "avx512vnni", "avx512", "avx2", "sse4", or "neondot", "neon"; only
+// those that this processor has. Those of AVX-512, and those of NEON, differ in the integer and bf16 kernels alone.
 std::vector<std::string> cpu_targets();
 // The one that kernels run on now.
 std::string cpu_target();

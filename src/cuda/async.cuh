@@ -74,11 +74,26 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+// An arrival, and so many bytes that copies will bring.
+__device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint32_t n_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes) : "memory");
+}
+// One thread: the box of a tensor map (tensor_map.h) that begins at this row.
+__device__ __forceinline__ void box_copy(uint32_t to, const void* map, int row, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, 0}], [%3];" ::"r"(to),
+      "l"(map), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+// One thread, before the first use of a map that lies in device memory.
+__device__ __forceinline__ void take_tensor_map(const void* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // One thread: n_bytes (a multiple of 16) from global memory; the barrier's phase waits for one arrival and the bytes.
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t n_bytes, uint64_t* barrier,
                                           uint64_t policy) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_bytes)
-               : "memory");
+  barrier_arrive_expecting(barrier, n_bytes);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(shared_address(to)),

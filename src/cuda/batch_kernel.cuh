@@ -138,7 +138,7 @@ struct BatchKernelArgs {
 struct BatchShared {
   alignas(8) uint64_t full[kMaxTeams][kBatchMaxSlots];       // of the teams' rings of x
   uint64_t empty[kMaxTeams][kBatchMaxSlots];
-  uint64_t handed[kMaxExchanges][2];    // a buffer is full
+  uint64_t handed[kMaxExchanges][2];    // a buffer is full; all lanes arrive
   uint64_t taken[kMaxExchanges][2];
   uint32_t tables[3][32];           // of E2M1 decoding, a copy a lane
 };
@@ -284,8 +284,8 @@ class BatchLinear {
       barrier_init(small->empty[0] + thread, team_warps);
       barrier_init_fence();
     } else if (thread < kMaxTeams * kBatchMaxSlots + 2 * kMaxExchanges) {
-      barrier_init(small->handed[0] + thread - kMaxTeams * kBatchMaxSlots, 1);
-      barrier_init(small->taken[0] + thread - kMaxTeams * kBatchMaxSlots, 1);
+      barrier_init(small->handed[0] + thread - kMaxTeams * kBatchMaxSlots, 32);
+      barrier_init(small->taken[0] + thread - kMaxTeams * kBatchMaxSlots, 32);
     }
     if (warp == 7) {
       small->tables[0][lane] = kOffset ? kOffsetPositiveLow : kPositiveLow;
@@ -581,8 +581,7 @@ class BatchLinear {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i)
       to[i * 32] = make_float4(part[2 * i][0], part[2 * i][1], part[2 * i + 1][0], part[2 * i + 1][1]);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&small->handed[exchange][buffer]);
+    barrier_arrive(&small->handed[exchange][buffer]);
     handed[0].next(2);
   }
   // Adds the next sums of teams 1 to last, in this order.
@@ -601,8 +600,7 @@ class BatchLinear {
         sum[2 * i + 1][0] = __fadd_rn(sum[2 * i + 1][0], v.z);
         sum[2 * i + 1][1] = __fadd_rn(sum[2 * i + 1][1], v.w);
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&small->taken[exchange][buffer]);
+      barrier_arrive(&small->taken[exchange][buffer]);
       handed[other - 1].next(2);
     }
   }

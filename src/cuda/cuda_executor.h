@@ -92,6 +92,7 @@ class CudaExecutor final : public Executor {
   LinearPhase linear_phase(const PlannedPhase& planned, int index) const;
   AttentionPhase attention_phase(const PlannedPhase& planned) const;
   void send_decode_phases();
+  void send_cache_maps();
   int64_t list_rows(const DecodeSegment& segment) const;
   // False: these rows are not for the decode kernel, and nothing was launched.
   bool run_decode(const DecodeSegment& segment, const DecodeList& list);

@@ -60,7 +60,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
       filled = block.small->handed.filled;
       continue;
     }
-    const LinearShare share = linear_share(block.args, s);
+    const LinearShare share = linear_share(block.args, s.share);
     const int stages_a_slot = stages_of_slot(block.args, s);
     for (int unit = 0; unit < share.n_units; unit += share.batch) {
       const int count = min(share.batch, share.n_units - unit);
@@ -100,6 +100,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     barrier_init(&small->has_factors, 1);
     barrier_init(&small->hand_over, 1);
     barrier_init(&small->hand_back, 1);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&small->task_full[i], 1);
+      barrier_init(&small->task_empty[i], kMatvecWarps);
+    }
     barrier_init_fence();
   }
   constexpr int kPhaseWords = sizeof(DecodePhase) / 16;
@@ -127,7 +131,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     give_registers<32>();
     // The last of four schedulers has the fewest warps that compute, where there are not 16 of them.
     if (block.warp == kMatvecWarps + 3) copy_weights(block);
-    else copy_attention(block, block.warp - kMatvecWarps);
+    else if (block.warp - kMatvecWarps < kAttentionCopiers) copy_attention(args, decode_shared, block.warp - kMatvecWarps);
   } else {
     take_registers<112>();
 #pragma unroll 1
@@ -164,13 +168,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   // The last block counts the launch and stores the residual: by then all have read the flags and the old residual.
   __syncthreads();
   uint32_t* finished = args.flags + kDecodeRows;
+  bool last = false;
   if (threadIdx.x == 0) {
     __threadfence();
-    small->flags = atomicAdd(finished, 1u) + 1 == gridDim.x ? 1 : 0;
+    last = atomicAdd(finished, 1u) + 1 == gridDim.x;
   }
-  __syncwarp();
-  __syncthreads();
-  if (small->flags == 0) return;
+  if (!__syncthreads_or(last)) return;
   if (threadIdx.x == 0) *finished = 0;
   if (static_cast<int>(threadIdx.x) < args.n_rows) args.flags[threadIdx.x] += 1;
   if (args.residual_out == nullptr) return;

@@ -3,7 +3,7 @@
 //
 // One block a multiprocessor stays there for the whole launch. One of its warps copies the block's share of the weights of
 // all phases through a ring in shared memory, as fast as memory gives them and without waiting for anything but free
-// slots; between them three others copy the keys and values of the block's unit of an attention phase into the same ring. The rest go
+// slots; between them another one (three where there is no copy engine) has the keys and values of an attention phase copied there. The rest go
 // through the phases. Between phases there are no barriers of the grid: results go from block to
 // block as exchange rows (decode_phase.h). So memory does not idle while a phase ends and the next one begins.
 //
@@ -47,7 +47,7 @@ DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block)
 // Scratch of attention units without rows, and for each row; the smallest slot of the ring.
 int attention_scratch_bytes(int head_dim, int heads_of_kv);
 int attention_row_bytes(int head_dim);
-// Formats whose x is integers without sums (LinearPhase::short_path).
+// Formats whose x is integers without sums (kShortX).
 bool decode_takes_plain_integers(Format format);
 int attention_slot_bytes(int head_dim);
 // Head widths and caches that the kernel attends to.

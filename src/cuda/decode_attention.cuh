@@ -3,23 +3,25 @@
 // The work is cut into units (index_math.h): a token, a KV head (at most 16 of its query heads, fewer where blocks would be
 // idle) and a share of the keys, a page at a time. All warps of a block work on one unit:
 //
-//   copy     the copying warp puts keys and values into the ring, between the weights of the phases before and after: they depend
-//            on nothing in this step, so they are there long before the queries
+//   copy     a warp of its own finds the unit (AttentionTask) and has its keys and values copied into the ring, between the weights of
+//            the phases before and after: they depend on nothing in this step, so they are there long before the queries
 //   finish   a warp a head: norm and rope of q, two bf16 each (high, low), to shared memory. Keys and values of tokens
 //            that are new in this launch are not in the cache yet: the unit makes them itself where it needs them, and
 //            the unit that owns a token's newest page writes them to the cache
-//   scores   keys times q: warp (key group, part of head_dim) multiplies 16 keys
+//   scores   keys times q: warp (box, part of head_dim) multiplies 16 keys
 //   softmax  a warp a head: adds the parts, keeps the running maximum and sum; weights to two bf16
 //   values   values times weights: a warp owns 16 (32 of wide heads) columns of head_dim
+//   store    the sums, by way of shared memory
 //
 // A token with one unit is done then. Else unnormalised sums go to global memory, and as a second step each column is
 // merged by one warp, or by eight where there are many units. A sum that waits there is its own flag: nothing there means all
 // ones, and the reader puts that back.
 //
 // q and the weights have 16 bits of mantissa, so products are as good as the cache's own values. Slots that hold no live
-// key are never read. Moves the live keys and values once.
+// key are never multiplied; values there are zeros or their box is left out. Moves the live keys and values once.
 //
-// All of this runs once a phase, so it takes as long as its code takes to arrive: loops are loops, one code serves all head sizes.
+// All of this runs once a phase, so it takes as long as its code takes to arrive, most of all what only some layers run: loops are loops,
+// one code serves all head sizes but for the queries'.
 #pragma once
 
 #include "cuda/attention_state.cuh"
@@ -31,11 +33,14 @@
 namespace beryl::cuda {
 
 inline constexpr int kUnitHeadBits = 4, kUnitHeads = 1 << kUnitHeadBits;
-inline constexpr int kAttentionCopiers = 3;        // warps that copy keys and values
+// Warps that copy keys and values: one for a copy engine, three where each lane copies 16 bytes at a time.
+inline constexpr int kAttentionCopiers = BERYL_BULK_COPY ? 1 : 3;
 inline constexpr int kStateCopies = 16;            // of a unit's maximum and sum: one for each reader
 inline constexpr int kMergeColumns = 32;
+inline constexpr int kMergeLanes = kMergeColumns / 4, kMergeGroups = 32 / kMergeLanes;   // a lane has four columns of one of so many units
 inline constexpr int kMergeWarps = 8;
 inline constexpr int kMergeShare = (kMaxDecodeUnits + kMergeWarps - 1) / kMergeWarps;    // units that one warp merges
+inline constexpr int kMergeSums = (kMergeShare + kMergeGroups - 1) / kMergeGroups;       // and one lane
 
 // Scratch of a unit, in bytes. q: [2 · heads][head_dim] bf16, high and low rows in turn; keys and values of new tokens.
 struct AttentionScratch {
@@ -47,7 +52,8 @@ struct AttentionScratch {
   static constexpr int kNewScalesAt = kStateAt + 3 * kUnitHeads * 4;                  // f32 [8 rows][2]
   static constexpr int kQueriesAt = kNewScalesAt + kDecodeRows * 2 * 4;
   BERYL_HOST_DEVICE static constexpr int query_bytes(int head_dim) { return head_dim * 2 + 16; }
-  BERYL_HOST_DEVICE static constexpr int new_at(int head_dim, int heads) { return kQueriesAt + (heads + 3) / 4 * 8 * query_bytes(head_dim); }
+  BERYL_HOST_DEVICE static constexpr int query_rows(int heads) { return heads <= 4 ? 8 : (heads + 7) / 8 * 16; }
+  BERYL_HOST_DEVICE static constexpr int new_at(int head_dim, int heads) { return kQueriesAt + query_rows(heads) * query_bytes(head_dim); }
   static constexpr int bytes(int head_dim, int heads, int n_rows) { return new_at(head_dim, heads) + n_rows * 2 * head_dim * 2; }
   // The merge: [2 groups][8 warps][34] f32.
   static constexpr int kMergeBytes = 2 * kMergeWarps * (kMergeColumns + 2) * 4;
@@ -98,15 +104,7 @@ __device__ __forceinline__ bool next_unit(const DecodeBlock& block, const Attent
   return false;
 }
 
-// Calls function(unit) for all units of this block.
-template <class Function>
-__device__ __forceinline__ void for_units(const DecodeBlock& block, const AttentionPhase& p, Function&& function) {
-  UnitPlace place = {0, block_index()};
-#pragma unroll 1
-  for (DecodeUnit unit; next_unit(block, p, place, unit);) function(unit);
-}
-
-// How the rows of a tile lie in the ring: pieces of 16, 32 or 64, a slot each; first all of the keys, then the values.
+// How a tile lies in the ring: pieces of 16, 32 or 64 rows, a slot each; first all of the keys, then the values (boxes: index_math.h).
 // Of an FP8 cache all scales of the tile are at the end of the slot where its values begin.
 struct TileCut {
   static constexpr int kScaleBytes = 2 * kPageTokens * 4;
@@ -118,113 +116,225 @@ struct TileCut {
     if (cache.element == CacheElement::kFp8) slot_bytes -= kScaleBytes;
     piece_shift = min(31 - __clz(slot_bytes) - row_shift, 6);
   }
-  __device__ __forceinline__ int line_shift() const { return max(row_shift, 7); }
-  __device__ __forceinline__ int pieces() const { return kPageTokens >> piece_shift; }
 };
 
-// ---- the copying warp ----
+// A tile of a task (AttentionTask::tiles).
+struct TaskTile {
+  int row, older;
+  int begin, end;
+  uint32_t held;                    // new rows
+  int boxes;                        // bit b: box b has a live key
+  __device__ __forceinline__ explicit TaskTile(const int4& from)
+      : row(from.x), older(from.y), begin(from.z & 0xff), end(from.z >> 8 & 0xff), held(static_cast<uint32_t>(from.z) >> 16), boxes(from.w) {}
+  __device__ __forceinline__ bool live(int slot) const { return slot >= begin && (slot < end || older >= 0); }
+  __device__ __forceinline__ bool empty(int box) const { return (boxes >> box & 1) == 0; }
+};
+
+// ---- the copying warps ----
 
 // 4 bytes to shared memory, asynchronous, or a zero where n_bytes is 0.
 __device__ __forceinline__ void copy4_async(uint32_t to, const void* from, int n_bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(n_bytes) : "memory");
 }
-__device__ __forceinline__ void copiers_barrier() { asm volatile("bar.sync 4, %0;" ::"n"(kAttentionCopiers * 32) : "memory"); }
+__device__ __forceinline__ void copiers_barrier() {
+  if constexpr (kAttentionCopiers == 1) __syncwarp();
+  else asm volatile("bar.sync 4, %0;" ::"n"(kAttentionCopiers * 32) : "memory");
+}
 
-// Copies keys and values of this block's units into the ring; by kAttentionCopiers warps, copier: which of them. They look up the
-// phase, its first unit and where its tiles lie before it is their turn: then the warp that copies weights hands over the ring (decode.cu)
-// and waits for it. What stays the same is kept in shared memory: these warps have few registers.
-__device__ __forceinline__ void copy_attention(const DecodeBlock& block, int copier) {
-  DecodeShared* small = block.small;
-  const WeightStream* at = block.args.streams;
+// All of a task but `more`, for tiles first, first + 1, ... of a unit, by one warp.
+__device__ __forceinline__ void write_task(const DecodeBlock& block, const AttentionPhase& p, const DecodeUnit& u, int n_unit_tiles, int first,
+                                           AttentionTask& task) {
+  const DecodeShared* small = block.small;
+  const int position = small->positions[u.row], sequence = small->sequences[u.row], last_page = position / kPageTokens;
+  const int32_t* table = p.table + int64_t{sequence} * p.n_entries;
+  const auto first_row = [&](int page) {
+    return (__ldg(table + table_entry(page * kPageTokens, p.n_entries)) * p.cache.n_kv_heads + u.kv_head) * kPageTokens;
+  };
+  const int n_tiles = min(n_unit_tiles - first, AttentionTask::kTiles);
+  const auto holds = [&](int row, int tile_index) {
+    const int at = small->positions[row];
+    return p.kv.values != nullptr && small->sequences[row] == sequence && at <= position &&
+           tile_holds(decode_tile(position, p.window, u.units, u.unit, tile_index), at);
+  };
+  if (block.lane < n_tiles) {
+    const DecodeTile tile = decode_tile(position, p.window, u.units, u.unit, first + block.lane);
+    uint32_t held = 0;
+#pragma unroll 1
+    for (int row = 0; row < block.args.n_rows; ++row) held |= holds(row, first + block.lane) ? 1u << row : 0u;
+    int boxes = 0;
+#pragma unroll 1
+    for (int box = 0; box < kBoxes; ++box) boxes |= box_source(tile.begin, tile.end, tile.older >= 0, box) != BoxSource::kNone ? 1 << box : 0;
+    task.tiles[block.lane] =
+        make_int4(first_row(tile.page), tile.older < 0 ? -1 : first_row(tile.older), static_cast<int>(tile.begin | tile.end << 8 | held << 16), boxes);
+  }
+  // Of all tiles of the unit: a new row lies in one of them.
+  bool makes = false;
+  if (block.lane < block.args.n_rows) {
+    const int tile_index = u.units.neighbours ? small->positions[block.lane] / kPageTokens - u.unit * u.units.tiles : 0;
+    makes = tile_index >= 0 && tile_index < n_unit_tiles && holds(block.lane, tile_index);
+  }
+  const uint32_t new_rows = __ballot_sync(kAllLanes, makes);
+  if (block.lane == 0) {
+    const TileCut cut(p.cache, block.args.slot_bytes);
+    task.row = u.row;
+    task.kv_head = u.kv_head;
+    task.first_head = u.first_head;
+    task.n_heads = u.n_heads;
+    task.unit = u.unit;
+    task.n_units = u.units.count;
+    task.n_tiles = n_tiles;
+    task.new_rows = new_rows;
+    task.append_row = p.appends && u.first_tile_of_heads && (new_rows >> u.row & 1u) != 0 ? first_row(last_page) + position % kPageTokens : -1;
+    task.row_shift = cut.row_shift;
+    task.piece_shift = cut.piece_shift;
+    task.begins = first == 0;
+    task.ends = first + n_tiles == n_unit_tiles;
+    task.pools[0] = static_cast<const uint8_t*>(p.cache.keys);
+    task.pools[1] = static_cast<const uint8_t*>(p.cache.values);
+    task.scales[0] = p.cache.element == CacheElement::kFp8 ? p.cache.key_scales : nullptr;
+    task.scales[1] = p.cache.value_scales;
+    task.maps = static_cast<const uint8_t*>(p.maps);
+  }
+}
+
+// The next task, by one warp. place: where its unit is among the phase's, first: of its tiles; both move on.
+__device__ __forceinline__ void find_task(const DecodeBlock& block, const AttentionPhase& p, UnitPlace& place, int& first, AttentionTask& task) {
+  DecodeUnit u;
+  UnitPlace after = place;
+  if (next_unit(block, p, after, u)) {
+    // A unit's last pages may lie beyond the newest one.
+    const int n_pages = block.small->positions[u.row] / kPageTokens + 1;
+    const int n_unit_tiles = u.units.neighbours ? min(u.units.tiles, n_pages - u.unit * u.units.tiles) : u.units.tiles;
+    write_task(block, p, u, n_unit_tiles, first, task);
+    first += AttentionTask::kTiles;
+    bool more = true;
+    if (first >= n_unit_tiles) {
+      first = 0;
+      place = after;
+      more = next_unit(block, p, after, u);
+    }
+    if (block.lane == 0) task.more = more;
+  } else if (block.lane == 0) {
+    task.n_tiles = 0;
+    task.more = false;
+  }
+  __syncwarp();
+}
+
+// Piece i of a task to a slot of the ring, by all copiers: whole boxes by the copy engine, where there is one, others 16 bytes at a time,
+// with zeros for slots that hold no live key. Boxes without one are left out.
+__device__ __forceinline__ void copy_piece(const DecodeBlock& block, const AttentionTask& task, int i, int slot_of_ring, int copier) {
+  const int piece_shift = task.piece_shift, row_shift = task.row_shift;
+  const TaskTile tile(task.tiles[i >> (7 - piece_shift)]);
+  const int part = i >> (6 - piece_shift) & 1, first_row = i << piece_shift & (kPageTokens - 1), n_rows = 1 << piece_shift;
+  const uint32_t to = shared_address(block.ring) + static_cast<uint32_t>(slot_of_ring * block.args.slot_bytes);
+  uint64_t* full = &block.small->full[slot_of_ring];
+  if (part != 0 && first_row == 0 && task.scales[0] != nullptr) {
+#pragma unroll 1
+    for (int index = copier * 32 + block.lane; index < 2 * kPageTokens; index += kAttentionCopiers * 32) {
+      const int slot = index % kPageTokens;
+      const bool live = tile.live(slot);
+      const float* from = task.scales[index / kPageTokens] + (live ? (slot < tile.end ? tile.row : tile.older) + slot : 0);
+      copy4_async(to + static_cast<uint32_t>(block.args.slot_bytes - TileCut::kScaleBytes + index * 4), from, live ? 4 : 0);
+    }
+  }
+  uint32_t engine_bytes = 0;
+#pragma unroll 1
+  for (int row = 0; row < n_rows; row += kBoxRows) {
+    const BoxSource source = box_source(tile.begin, tile.end, tile.older >= 0, (first_row + row) / kBoxRows);
+    if (source == BoxSource::kNone) continue;
+    if (BERYL_BULK_COPY && source != BoxSource::kSlots) {
+      engine_bytes += static_cast<uint32_t>(kBoxRows << row_shift);
+      continue;
+    }
+    const uint32_t box_at = to + static_cast<uint32_t>(row << row_shift);
+#pragma unroll 1
+    for (int at = (copier * 32 + block.lane) * 16; at < kBoxRows << row_shift; at += kAttentionCopiers * 32 * 16) {
+      const int box_row = at >> row_shift, byte = at & ((1 << row_shift) - 1), slot = first_row + row + box_row;
+      const bool live = tile.live(slot);
+      const int64_t from = live ? (slot < tile.end ? tile.row : tile.older) + slot : 0;
+      copy16_async(swizzled(box_at + static_cast<uint32_t>(box_offset(box_row, byte, row_shift))), task.pools[part] + (from << row_shift) + byte,
+                   live ? 16 : 0);
+    }
+  }
+  barrier_join_copies(full);
+  copiers_barrier();
+#if BERYL_BULK_COPY
+  if (block.lane == 0) {
+    barrier_arrive_expecting(full, engine_bytes);
+    const uint8_t* map = task.maps + part * kTensorMapBytes;
+#pragma unroll 1
+    for (int row = 0; row < n_rows; row += kBoxRows) {
+      const BoxSource source = box_source(tile.begin, tile.end, tile.older >= 0, (first_row + row) / kBoxRows);
+      if (source != BoxSource::kPage && source != BoxSource::kOlder) continue;
+      const int from = (source == BoxSource::kPage ? tile.row : tile.older) + first_row + row;
+      box_copy(to + static_cast<uint32_t>(row << row_shift), map, from >> max(7 - row_shift, 0), full);   // rows of the map have 128 bytes or more
+    }
+  }
+#else
+  if (copier == 0) barrier_arrive(full);
+#endif
+}
+
+// Finds this block's tasks and copies their keys and values into the ring; by kAttentionCopiers warps, copier: which of them. They look
+// up the phase, its first unit and where its tiles lie before it is their turn: then the warp that copies weights hands over the ring
+// (decode.cu) and waits for it. These warps have few registers, so each step looks up what it needs.
+__device__ __forceinline__ void copy_attention(const DecodeArgs& args, unsigned char* shared, int copier) {
+  const auto now = [&] { return DecodeBlock(args, afresh(shared)); };
+  const WeightStream* at = args.streams;
+  uint32_t n_tasks = 0;
 #pragma unroll 1
   for (uint32_t turn = 0;; turn ^= 1) {
     while (at->weights != nullptr && at->n_stages != 0) ++at;
     if (at->weights == nullptr) return;
     const AttentionPhase& p = *reinterpret_cast<const AttentionPhase*>((at++)->weights);
+#if BERYL_BULK_COPY
+    if (now().lane < 2) take_tensor_map(static_cast<const uint8_t*>(p.maps) + now().lane * kTensorMapBytes);
+    __syncwarp();
+#endif
     UnitPlace place = {0, block_index()};
-    DecodeUnit u;
-    bool has_unit = next_unit(block, p, place, u), has_turn = false;
     RingPlace ring;
-    bool filled = false;
-    copiers_barrier();               // nobody reads the last phase's any more
-    if (copier == 0 && block.lane == 0) {
-      const TileCut cut(p.cache, block.args.slot_bytes);
-      small->pools[0] = static_cast<const uint8_t*>(p.cache.keys);
-      small->pools[1] = static_cast<const uint8_t*>(p.cache.values);
-      small->row_shift = cut.row_shift;
-      small->piece_shift = cut.piece_shift;
-    }
+    bool has_turn = false, filled = false;
+    int first = 0;                   // tile of the unit
 #pragma unroll 1
-    for (int first = 0;;) {
-      // Where its tiles lie, a lane a tile.
-      if (copier == 0 && has_unit && first + block.lane < u.units.tiles) {
-        const int32_t* table = p.table + int64_t{small->sequences[u.row]} * p.n_entries;
-        const DecodeTile tile = decode_tile(small->positions[u.row], p.window, u.units, u.unit, first + block.lane);
-        const auto first_row = [&](int page) {
-          return (__ldg(table + table_entry(page * kPageTokens, p.n_entries)) * p.cache.n_kv_heads + u.kv_head) * kPageTokens;
-        };
-        small->tiles[block.lane] =
-            make_int4(tile.begin < tile.end ? first_row(tile.page) : 0, tile.older < 0 ? -1 : first_row(tile.older), tile.begin, tile.end);
+    for (bool more = true; more; ++n_tasks) {
+      if (copier == 0) {
+        const DecodeBlock block = now();
+        DecodeShared* small = block.small;
+        barrier_wait_suspended(&small->task_empty[n_tasks & 1], (n_tasks >> 1 & 1) ^ 1);
+        find_task(block, p, place, first, small->tasks[n_tasks & 1]);
+        if (block.lane == 0) barrier_arrive(&small->task_full[n_tasks & 1]);
+        if (!has_turn) barrier_wait_suspended(&small->hand_over, turn);
       }
-      if (!has_turn && copier == 0) barrier_wait_suspended(&small->hand_over, turn);
       copiers_barrier();
       if (!has_turn) {
+        const DecodeShared* small = now().small;
         ring = {small->handed.slot, small->handed.parity};
         filled = small->handed.filled;
         has_turn = true;
       }
-      const int n_pieces = has_unit ? 2 * min(u.units.tiles - first, 32) << (6 - small->piece_shift) : 0;
+      int n_pieces;
+      {
+        const AttentionTask& task = now().small->tasks[n_tasks & 1];
+        more = task.more;
+        n_pieces = 2 * task.n_tiles << (6 - task.piece_shift);
+      }
 #pragma unroll 1
       for (int i = 0; i < n_pieces; ++i) {
-        if (filled) barrier_wait_suspended(&small->empty[ring.slot], ring.parity ^ 1);
-        const int piece_shift = small->piece_shift, row_shift = small->row_shift, line_shift = max(row_shift, 7), bytes = 1 << (piece_shift + row_shift);
-        const int part = i >> (6 - piece_shift), row = (i << piece_shift) & 63;
-        const int4 tile = small->tiles[part / 2];
-        const uint8_t* pool = small->pools[part % 2];
-        // Bytes from the piece's begin on: [begin, end) are of the newer page, those from there up to `limit` of the older one.
-        const int begin = (tile.z - row) << row_shift, end = (tile.w - row) << row_shift, first_byte = (copier * 32 + block.lane) * 16;
-        constexpr int kStep = kAttentionCopiers * 32 * 16;
-        const uint8_t* newer = pool + (int64_t{tile.x + row} << row_shift);
-        const uint32_t to = shared_address(block.ring + ring.slot * block.args.slot_bytes);
-        if (begin <= 0 && end >= bytes) {
-#pragma unroll 4
-          for (int byte = first_byte; byte < bytes; byte += kStep) copy16_async(to + (byte ^ row_order(byte, line_shift)), newer + byte, 16);
-        } else {
-          const int limit = tile.y >= 0 ? bytes : end;
-          const uint8_t* older = pool + (int64_t{tile.y + row} << row_shift);
-#pragma unroll 2
-          for (int byte = first_byte; byte < bytes; byte += kStep)
-            copy16_async(to + (byte ^ row_order(byte, line_shift)), (byte < end ? newer : older) + byte, byte >= begin && byte < limit ? 16 : 0);
-        }
-        if (part % 2 != 0 && row == 0 && copier == 0 && p.cache.element == CacheElement::kFp8) {
-#pragma unroll 1
-          for (int slot = block.lane; slot < kPageTokens; slot += 32) {
-            const int64_t from = int64_t{slot < tile.w ? tile.x : tile.y} + slot;
-            const int n_bytes = slot >= tile.z && (slot < tile.w || tile.y >= 0) ? 4 : 0;
-            const uint32_t scale = to + static_cast<uint32_t>(block.args.slot_bytes - TileCut::kScaleBytes + slot * 4);
-            copy4_async(scale, p.cache.key_scales + from, n_bytes);
-            copy4_async(scale + kPageTokens * 4, p.cache.value_scales + from, n_bytes);
-          }
-        }
-        barrier_join_copies(&small->full[ring.slot]);
-        copiers_barrier();
-        if (copier == 0 && (!BERYL_BULK_COPY || block.lane == 0)) barrier_arrive(&small->full[ring.slot]);
-        ring.next(block.args.n_slots);
+        const DecodeBlock block = now();
+        if (filled) barrier_wait_suspended(&block.small->empty[ring.slot], ring.parity ^ 1);
+        copy_piece(block, block.small->tasks[n_tasks & 1], i, ring.slot, copier);
+        ring.next(args.n_slots);
         if (ring.slot == 0) filled = true;
       }
-      if (!has_unit) break;
-      first += 32;
-      if (first < u.units.tiles) continue;
-      first = 0;
-      has_unit = next_unit(block, p, place, u);
-      if (!has_unit) break;
     }
     copiers_barrier();               // all have read what was handed over
+    const DecodeBlock block = now();
     if (copier == 0 && block.lane == 0) {
-      small->handed.slot = ring.slot;
-      small->handed.parity = ring.parity;
-      small->handed.filled = filled;
-      barrier_arrive(&small->hand_back);
+      block.small->handed.slot = ring.slot;
+      block.small->handed.parity = ring.parity;
+      block.small->handed.filled = filled;
+      barrier_arrive(&block.small->hand_back);
     }
   }
 }
@@ -236,6 +346,9 @@ __device__ __forceinline__ uint32_t never_all_ones(float value) {
 }
 __device__ __forceinline__ void store_common_pair(float2* at, uint32_t first, uint32_t second) {
   asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(first), "r"(second) : "memory");
+}
+__device__ __forceinline__ void store_common_words(float* at, uint4 bits) {
+  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w) : "memory");
 }
 __device__ __forceinline__ uint2 load_common_pair(const float2* from) {
   uint2 bits;
@@ -252,69 +365,65 @@ __device__ __forceinline__ SplitPair split_pair(float first, float second) {
   return {pack_bf16(a.high, b.high), pack_bf16(a.low, b.low)};
 }
 
-// One unit, by all warps of the block. What describes it lies in shared memory (WarpUnit, each warp its own), and each step looks up
-// what it needs (a Step of its own): registers are for sums.
+// Where things lie, as addresses of shared memory, so that the compiler knows them as such.
+struct AttentionPlace {
+  uint32_t args, ring, small, scratch, phase;
+  __device__ __forceinline__ AttentionPlace(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) : args(args_at), ring(shared_at), phase(phase_at) {
+    const DecodeArgs& a = *shared_object<const DecodeArgs>(args_at);
+    small = shared_at + static_cast<uint32_t>(a.small_at);
+    scratch = shared_at + static_cast<uint32_t>(a.scratch_at);
+  }
+};
+
+// One task, by all warps of the block. It lies in shared memory, and each step looks up what it needs (a Step of its own): registers are
+// for sums.
 template <bool kFp8>
 struct AttentionStep {
   static constexpr int kElementBytes = kFp8 ? 1 : 2;
-  const DecodeBlock block;
+  const DecodeArgs& args;
+  DecodeShared* small;
+  unsigned char* scratch;
+  uint32_t ring_at;
+  int warp, lane;
   const AttentionPhase& p;
-  WarpUnit& u;
+  const AttentionTask& u;
   RingPlace& ring;
-  TileCut cut;
-  int dim, half;
+  int dim;
   int group, third;                 // lane / 4, lane % 4
   int parts;                        // warps that share a key's columns
   int row_tiles;                    // of 16 columns of the output, of a warp
-  unsigned char* scratch;
 
-  __device__ __forceinline__ AttentionStep(uint32_t args_at, uint32_t shared_at, uint32_t phase_at, RingPlace& place)
-      : block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at)), p(*shared_object<const AttentionPhase>(phase_at)),
-        u(block.small->units[block.warp]), ring(place), cut(p.cache, block.args.slot_bytes), dim(p.cache.head_dim), half(dim / 2),
-        group(block.lane / 4), third(block.lane % 4), parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), scratch(block.scratch) {}
+  __device__ __forceinline__ AttentionStep(const AttentionPlace& at, RingPlace& place, uint32_t n_tasks)
+      : args(*shared_object<const DecodeArgs>(at.args)), small(shared_object<DecodeShared>(at.small)), scratch(shared_object<unsigned char>(at.scratch)),
+        ring_at(at.ring), warp(thread_afresh() / 32), lane(thread_afresh() % 32), p(*shared_object<const AttentionPhase>(at.phase)),
+        u(small->tasks[n_tasks & 1]), ring(place), dim(p.cache.head_dim), group(lane / 4), third(lane % 4), parts(dim >= 128 ? 4 : 2),
+        row_tiles(dim > 16 * kMatvecWarps ? 2 : 1) {}
 
-  __device__ __forceinline__ DecodeTile begin(const DecodeUnit& unit) const {
-    const int position = block.small->positions[unit.row], sequence = block.small->sequences[unit.row];
-    const DecodeTile tile = decode_tile(position, p.window, unit.units, unit.unit, 0);
-    uint32_t new_rows = 0;
-    if (p.kv.values != nullptr) {
-      const int first_page = unit.unit * unit.units.tiles, n_pages = unit.units.tiles;
-#pragma unroll 1
-      for (int row = 0; row < block.args.n_rows; ++row) {
-        const int at = block.small->positions[row];
-        if (block.small->sequences[row] != sequence || at > position) continue;
-        const bool holds = unit.units.neighbours ? static_cast<uint32_t>(at / kPageTokens - first_page) < static_cast<uint32_t>(n_pages) : tile_holds(tile, at);
-        if (holds) new_rows |= 1u << row;
-      }
-    }
-    __syncwarp();
-    if (block.lane == 0)
-      u = {unit.row, unit.kv_head, unit.first_head, unit.n_heads, unit.unit, unit.units.count, unit.units.tiles, unit.units.neighbours,
-           unit.first_tile_of_heads, position, new_rows};
-    __syncwarp();
-    return tile;
-  }
-  __device__ __forceinline__ DecodeTile tile_of(int t) const {
-    return decode_tile(u.position, p.window, {u.n_units, u.n_tiles, u.neighbours}, u.unit, t);
-  }
-  __device__ __forceinline__ static bool live(const DecodeTile& tile, int slot) {
-    return slot >= tile.begin && (slot < tile.end || tile.older >= 0);
-  }
-  // The row of the pools that holds a slot of a page.
-  __device__ __forceinline__ int64_t row_of(int page, int slot) const {
-    const int32_t* table = p.table + int64_t{block.small->sequences[u.row]} * p.n_entries;
-    return (int64_t{__ldg(table + table_entry(page * kPageTokens, p.n_entries))} * p.cache.n_kv_heads + u.kv_head) * kPageTokens + slot;
-  }
+  __device__ __forceinline__ uint32_t flag_of(int row) const { return small->flags >> row & 1u; }
 
   // ---- the ring ----
   __device__ __forceinline__ uint32_t slot_address(const RingPlace& place) const {
-    return shared_address(block.ring) + static_cast<uint32_t>(place.slot * block.args.slot_bytes);
+    return ring_at + static_cast<uint32_t>(place.slot * args.slot_bytes);
   }
-  __device__ __forceinline__ void await() const { barrier_wait_suspended(&block.small->full[ring.slot], ring.parity); }
+  __device__ __forceinline__ void await() const { barrier_wait_suspended(&small->full[ring.slot], ring.parity); }
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (block.lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
-    ring.next(block.args.n_slots);
+    if (lane == 0) barrier_arrive(&small->empty[ring.slot]);
+    ring.next(args.n_slots);
+  }
+
+  // ---- tasks ----
+  // Whether there is something to do.
+  __device__ __forceinline__ bool take_task(uint32_t n_tasks) const {
+    barrier_wait_suspended(&small->task_full[n_tasks & 1], n_tasks >> 1 & 1);
+    return u.n_tiles > 0;
+  }
+  // Whether another one follows.
+  __device__ __forceinline__ bool finish_task(uint32_t n_tasks) const {
+    const bool more = u.more;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&small->task_empty[n_tasks & 1]);
+    return more;
   }
 
   // ---- queries, new keys and values ----
@@ -325,21 +434,21 @@ struct AttentionStep {
     return reinterpret_cast<float*>(scratch + AttentionScratch::kNewScalesAt)[row * 2 + (is_values ? 1 : 0)];
   }
   // All values are asked for before the first is looked at.
-  __device__ __forceinline__ void load_head(Head& head, const PhaseRows& rows, int row, int col) const {
-    const float* from = rows.values + row * int64_t{rows.stride} + col + block.lane * 4;
-    const uint32_t flag = rows.exchange ? block.flag(row) : 0, mask = rows.exchange ? ~1u : ~0u;
+  __device__ __forceinline__ void load_head(Head& head, int half, const PhaseRows& rows, int row, int col) const {
+    const float* from = rows.values + row * int64_t{rows.stride} + col + lane * 4;
+    const uint32_t flag = rows.exchange ? flag_of(row) : 0, mask = rows.exchange ? ~1u : ~0u;
     uint4 bits[kHeadGroups][2] = {};
     for (uint32_t polls = 0;;) {
       uint32_t wrong = 0;
 #pragma unroll
       for (int g = 0; g < kHeadGroups; ++g)
-        if (first_pair(g, block.lane) < half) bits[g][0] = load_common_words(from + g * 128), bits[g][1] = load_common_words(from + half + g * 128);
+        if (first_pair(g, lane) < half) bits[g][0] = load_common_words(from + g * 128), bits[g][1] = load_common_words(from + half + g * 128);
 #pragma unroll
       for (int g = 0; g < kHeadGroups; ++g)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint4 b = bits[g][h];
-          if (first_pair(g, block.lane) < half) wrong |= (b.x ^ flag) | (b.y ^ flag) | (b.z ^ flag) | (b.w ^ flag);
+          if (first_pair(g, lane) < half) wrong |= (b.x ^ flag) | (b.y ^ flag) | (b.z ^ flag) | (b.w ^ flag);
         }
       if (!rows.exchange || !__any_sync(kAllLanes, (wrong & 1u) != 0)) break;
       count_poll(polls);
@@ -384,17 +493,22 @@ struct AttentionStep {
     else *reinterpret_cast<uint2*>(row + col * 2) = codes;
   }
   // Norm and rope of queries, keys and values in turn are one piece of code, with other constants. These are asked for before the
-  // values are there.
+  // values are there. kHalf: half of head_dim, or 0: any.
+  template <int kHalf>
   __device__ __forceinline__ void finish_heads() const {
+    const int half = kHalf != 0 ? kHalf : dim / 2;
     const uint32_t new_rows = u.new_rows;
     const int n_tasks = u.n_heads + 2 * __popc(new_rows);
+    // The last warps first: the first ones may still be storing what this block made of q.
+    const int first_task = kMatvecWarps - 1 - warp;
 #pragma unroll 1
-    for (int task = block.warp; task < n_tasks; task += kMatvecWarps) {
+    for (int task = first_task; task < n_tasks; task += kMatvecWarps) {
       const bool is_query = task < u.n_heads, is_values = !is_query && (task - u.n_heads) % 2 != 0;
       Head head;
       int row = u.row;
       if (!is_query) {
         uint32_t rows = new_rows;
+#pragma unroll 1
         for (int skip = (task - u.n_heads) / 2; skip > 0; --skip) rows &= rows - 1;
         row = __ffs(static_cast<int>(rows)) - 1;
       }
@@ -405,23 +519,25 @@ struct AttentionStep {
       const float eps = is_query ? p.q_eps : is_values ? p.v_eps : p.k_eps;
       const float* rope = is_query ? (p.finish ? p.q_rope : nullptr) : is_values ? nullptr : p.k_rope;
       Head weights, turns;
-      if (norms && weight != nullptr) load_halves<true>(weights, half, block.lane, weight);
+      if (norms && weight != nullptr) load_halves<true>(weights, half, lane, weight);
       else fill_head(weights, 1);
-      if (rope != nullptr) load_halves<true>(turns, half, block.lane, rope + row * dim);
-      load_head(head, is_query ? p.q : p.kv, row, col);
+      if (rope != nullptr) load_halves<true>(turns, half, lane, rope + row * dim);
+      else fill_head(turns, 0);
+      load_head(head, half, is_query ? p.q : p.kv, row, col);
       if (norms) norm_head(head, half, weights, eps);
       if (rope != nullptr) turn_head(head, half, turns);
+      if (task == first_task) DecodeBlock::barrier();     // the scratch changes hands
       const float scale = kFp8 && !is_query ? cache_scale(head, half) : 1.0f;
-      const bool appends = !is_query && p.appends && row == u.row && u.first_tile_of_heads;
-      const int64_t to_row = appends ? row_of(u.position / kPageTokens, u.position % kPageTokens) : 0;
+      const bool appends = !is_query && row == u.row && u.append_row >= 0;
+      const int64_t to_row = appends ? u.append_row : 0;
       uint8_t* to = static_cast<uint8_t*>(is_values ? p.cache.values : p.cache.keys) + to_row * dim * kElementBytes;
 #pragma unroll
       for (int g = 0; g < kHeadGroups; ++g) {
-        if (first_pair(g, block.lane) >= half) continue;
+        if (first_pair(g, lane) >= half) continue;
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
           const float* v = (second != 0 ? head.second : head.first) + 4 * g;
-          const int col = first_pair(g, block.lane) + second * half;
+          const int col = first_pair(g, lane) + second * half;
           if (is_query) {
             put_query(task, col, v);
           } else {
@@ -431,75 +547,115 @@ struct AttentionStep {
           }
         }
       }
-      if (kFp8 && !is_query && block.lane == 0) {
+      if (kFp8 && !is_query && lane == 0) {
         new_scale(row, is_values) = scale;
         if (appends) (is_values ? p.cache.value_scales : p.cache.key_scales)[to_row] = scale;
       }
     }
+    if (first_task >= n_tasks) DecodeBlock::barrier();
   }
   // Calls function(row, slot) for the new tokens of a tile.
   template <class Function>
-  __device__ __forceinline__ void for_new(const DecodeTile& tile, Function&& function) const {
+  __device__ __forceinline__ void for_new(const TaskTile& tile, Function&& function) const {
 #pragma unroll 1
-    for (uint32_t rows = u.new_rows; rows != 0; rows &= rows - 1) {
-      const int row = __ffs(static_cast<int>(rows)) - 1, at = block.small->positions[row];
-      if (tile_holds(tile, at)) function(row, at % kPageTokens);
+    for (uint32_t rows = tile.held; rows != 0; rows &= rows - 1) {
+      const int row = __ffs(static_cast<int>(rows)) - 1;
+      function(row, small->positions[row] % kPageTokens);
     }
+  }
+  // Each warp puts new keys or values in for itself: n_bytes from first_byte on, where their slots are among n_slots from first_slot on,
+  // which lie at `at`.
+  __device__ __forceinline__ void put_new(const TaskTile& tile, bool is_values, uint32_t at, int first_slot, int n_slots, int first_byte,
+                                          int n_bytes) const {
+    for_new(tile, [&](int row, int slot) {
+      const int local = slot - first_slot, byte = first_byte + lane * 16;
+      if (local >= 0 && local < n_slots && lane * 16 < n_bytes) {
+        const uint4 codes = *reinterpret_cast<const uint4*>(new_codes(row, is_values) + byte);
+        const uint32_t to = at + static_cast<uint32_t>((local / kBoxRows * kBoxRows << u.row_shift) + box_offset(local % kBoxRows, byte, u.row_shift));
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(swizzled(to)), "r"(codes.x), "r"(codes.y), "r"(codes.z), "r"(codes.w) : "memory");
+      }
+      __syncwarp();
+    });
   }
 
   // ---- products ----
-  // Keys are the rows of a, heads the columns of b: two each, high and low.
-  __device__ __forceinline__ void score(const DecodeTile& tile) const {
-    const int key_group = block.warp % 4, part = block.warp / 4, n_pieces = cut.pieces(), n_tiles = (u.n_heads + 3) / 4;
-    const int slot = key_group * 16 + block.lane % 16, own_piece = key_group * 16 >> cut.piece_shift;
+  // A tile of 8 columns of b: where a KV head has up to 4 heads, their high and low parts in turn; else the high parts of 8 heads, and once
+  // more their low ones. Not by the heads of the unit, of which there are fewer with fewer rows: the order of sums would change.
+  __device__ __forceinline__ bool wide() const { return p.heads_of_kv > 4; }
+  __device__ __forceinline__ int head_tiles() const { return u.n_heads > 8 ? 2 : 1; }
+
+  // Keys are the rows of a, heads the columns of b. A warp has the keys of a box, and some of their columns.
+  __device__ __forceinline__ void score(const TaskTile& tile) const {
+    const int box = warp % 4, part = warp / 4, n_pieces = kPageTokens >> u.piece_shift;
+    const int own_piece = part < parts && !tile.empty(box) ? box * kBoxRows >> u.piece_shift : -1;
 #pragma unroll 1
     for (int piece = 0; piece < n_pieces; ++piece) {
       await();
-      if (piece == own_piece && part < parts) {
-        // This lane's key row, for all lanes.
-        int offset = (slot - (piece << cut.piece_shift)) << cut.row_shift;
-        int order = row_order(offset, cut.line_shift());
-        uint32_t keys = slot_address(ring);
-        for_new(tile, [&](int row, int new_slot) {
-          if (slot == new_slot) keys = shared_address(new_codes(row, false)), offset = order = 0;
-        });
-        const int first_col = part * (dim / parts), n_steps = dim / parts / 32;
-        offset += first_col * kElementBytes + block.lane / 16 * 16;
-        uint32_t queries = shared_address(scratch + AttentionScratch::kQueriesAt) +
-                           static_cast<uint32_t>(block.lane % 8 * AttentionScratch::query_bytes(dim) + (first_col + block.lane / 8 * 8) * 2);
-        float d[4][4] = {};
-#pragma unroll 1
-        for (int step = 0; step < n_steps; ++step) {
-          uint32_t a[2][4];
-          load_matrices(a[0], keys + static_cast<uint32_t>(offset ^ order));
+      if (piece == own_piece) {
+        const int part_bits = parts == 4 ? 2 : 1, first_col = part * dim >> part_bits, n_steps = dim >> part_bits >> 5;
+        const int first_byte = first_col * kElementBytes;
+        const uint32_t box_at = slot_address(ring) + static_cast<uint32_t>((box * kBoxRows & ((1 << u.piece_shift) - 1)) << u.row_shift);
+        if (tile.held != 0) put_new(tile, false, box_at, box * kBoxRows, kBoxRows, first_byte, dim * kElementBytes >> part_bits);
+        // Of 4 steps of 32 columns. What is set under a condition only would take registers from all that runs before.
+        const uint32_t at = swizzled(box_at + static_cast<uint32_t>(box_offset(lane % 16, first_byte + lane / 16 * 16, u.row_shift)));
+        uint32_t a[4][2][4] = {};
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          if (step >= n_steps) break;
           if constexpr (kFp8) {
-            const uint32_t codes[4] = {a[0][0], a[0][1], a[0][2], a[0][3]};
+            uint32_t codes[4];
+            load_matrices(codes, at ^ static_cast<uint32_t>(step * 32));
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              a[i][0] = widen_e4m3(codes[2 * i]), a[i][1] = widen_e4m3(codes[2 * i + 1]);
-              a[i][2] = widen_e4m3(codes[2 * i] << 8), a[i][3] = widen_e4m3(codes[2 * i + 1] << 8);
+              a[step][i][0] = widen_e4m3(codes[2 * i]), a[step][i][1] = widen_e4m3(codes[2 * i + 1]);
+              a[step][i][2] = widen_e4m3(codes[2 * i] << 8), a[step][i][3] = widen_e4m3(codes[2 * i + 1] << 8);
             }
           } else {
-            load_matrices(a[1], keys + static_cast<uint32_t>((offset + 32) ^ order));
-          }
-          offset += 32 * kElementBytes;
 #pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            if (n >= n_tiles) break;
-            uint32_t b[4];
-            load_matrices(b, queries + static_cast<uint32_t>(n * 8 * AttentionScratch::query_bytes(dim)));
-            mma_16bit<true>(d[n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
-            mma_16bit<true>(d[n], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
+            for (int i = 0; i < 2; ++i)
+              load_matrices(a[step][i], (at ^ static_cast<uint32_t>(step % 2 * 64 + i * 32)) + static_cast<uint32_t>(step / 2 * kBoxRows * 128));
           }
-          queries += 64;
         }
-        float* scores = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt);
+        const uint32_t row_bytes = static_cast<uint32_t>(AttentionScratch::query_bytes(dim));
+        const bool is_wide = wide();
+        uint32_t queries = shared_address(scratch + AttentionScratch::kQueriesAt) + static_cast<uint32_t>(lane % 8 * (is_wide ? 2 : 1)) * row_bytes +
+                           static_cast<uint32_t>((first_col + lane / 8 * 8) * 2);
+        float* to = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt) +
+                    (part * kUnitHeads + third * (is_wide ? 2 : 1)) * AttentionScratch::kScoreStride + box * kBoxRows + group;
+        // A pass for the high parts, and one for the low ones.
+        const int n_passes = is_wide ? 2 * head_tiles() : 1;
+        float d[2][4] = {};
+#pragma unroll 1
+        for (int pass = 0; pass < n_passes; ++pass) {
+          // Two loads before the first product of either; beyond the last step there is the last one once more.
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          if (n >= n_tiles) break;
-          float* to = scores + (part * kUnitHeads + 4 * n + third) * AttentionScratch::kScoreStride + key_group * 16 + group;
-          to[0] = __fadd_rn(d[n][0], d[n][1]);
-          to[8] = __fadd_rn(d[n][2], d[n][3]);
+          for (int first = 0; first < 4; first += 2) {
+            if (first >= n_steps) break;
+            uint32_t b[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) load_matrices(b[i], queries + static_cast<uint32_t>(min(first + i, n_steps - 1) * 64));
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+              if (first + step >= n_steps) break;
+#pragma unroll
+              for (int i = 0; i < 2; ++i)
+                mma_16bit<true>(d[i], a[first + step][i][0], a[first + step][i][1], a[first + step][i][2], a[first + step][i][3], b[step][2 * i],
+                                b[step][2 * i + 1]);
+            }
+          }
+          queries += row_bytes;
+          if (is_wide && pass % 2 == 0) continue;
+          float v[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) v[i] = __fadd_rn(d[0][i], d[1][i]), d[0][i] = d[1][i] = 0;
+          if (is_wide) {
+            to[0] = v[0], to[8] = v[2];
+            to[AttentionScratch::kScoreStride] = v[1], to[AttentionScratch::kScoreStride + 8] = v[3];
+          } else {
+            to[0] = __fadd_rn(v[0], v[1]), to[8] = __fadd_rn(v[2], v[3]);
+          }
+          queries += 14 * row_bytes;
+          to += 8 * AttentionScratch::kScoreStride;
         }
       }
       release();
@@ -507,49 +663,54 @@ struct AttentionStep {
   }
 
   // This warp's head; the running state stays in its registers.
-  __device__ __forceinline__ void softmax(const DecodeTile& tile, float& largest, float& sum) const {
-    const int head = block.warp;
+  __device__ __forceinline__ void softmax(const TaskTile& tile, float& largest, float& sum) const {
+    const int head = warp;
     if (head >= u.n_heads) return;
-    const float* scores = reinterpret_cast<const float*>(scratch + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride;
-    float key_scales[2] = {1, 1}, value_scales[2] = {1, 1};
+    const float* scores = reinterpret_cast<const float*>(scratch + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride + lane;
+    float score[2], value_scales[2] = {1, 1};
+    constexpr int kPart = kUnitHeads * AttentionScratch::kScoreStride;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      score[i] = __fadd_rn(scores[32 * i], scores[kPart + 32 * i]);
+      if (parts == 4) score[i] = __fadd_rn(__fadd_rn(score[i], scores[2 * kPart + 32 * i]), scores[3 * kPart + 32 * i]);
+    }
     if constexpr (kFp8) {
       await();                       // they come with the values
-      const float* scales = reinterpret_cast<const float*>(block.ring + (ring.slot + 1) * block.args.slot_bytes - TileCut::kScaleBytes) + block.lane;
+      const float* scales = shared_object<const float>(slot_address(ring) + static_cast<uint32_t>(args.slot_bytes - TileCut::kScaleBytes + lane * 4));
+      float key_scales[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) key_scales[i] = scales[32 * i], value_scales[i] = scales[kPageTokens + 32 * i];
       for_new(tile, [&](int row, int slot) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (slot == block.lane + 32 * i) key_scales[i] = new_scale(row, false), value_scales[i] = new_scale(row, true);
+          if (slot == lane + 32 * i) key_scales[i] = new_scale(row, false), value_scales[i] = new_scale(row, true);
       });
+#pragma unroll
+      for (int i = 0; i < 2; ++i) score[i] = __fmul_rn(score[i], key_scales[i]);
     }
-    float score[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int slot = block.lane + 32 * i;
-      constexpr int kPart = kUnitHeads * AttentionScratch::kScoreStride;
-      float product = __fadd_rn(scores[slot], scores[kPart + slot]);
-      if (parts == 4) product = __fadd_rn(__fadd_rn(product, scores[2 * kPart + slot]), scores[3 * kPart + slot]);
-      if constexpr (kFp8) product = __fmul_rn(product, key_scales[i]);
-      score[i] = live(tile, slot) ? attention_score(product, p.scale, p.softcap) : -INFINITY;
+      score[i] = attention_score(score[i], p.scale, p.softcap);
+      if (!tile.live(lane + 32 * i)) score[i] = -INFINITY;
     }
     const float raised = fmaxf(largest, lane_max(fmaxf(score[0], score[1])));
-    const float factor = raised == -INFINITY ? 1.0f : expf(largest - raised);
+    // Of no live key at all the weights and the factor are 0.
+    const float reference = raised == -INFINITY ? 0.0f : raised;
+    const float factor = expf(largest - reference);
     largest = raised;
-    unsigned char* weights = scratch + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes;
+    unsigned char* weights = scratch + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes + lane * 2;
     float total = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int slot = block.lane + 32 * i;
-      float weight = live(tile, slot) && raised != -INFINITY ? expf(score[i] - raised) : 0.0f;
+      float weight = expf(score[i] - reference);
       total = __fadd_rn(total, weight);
-      if constexpr (kFp8) weight = live(tile, slot) ? __fmul_rn(weight, value_scales[i]) : 0.0f;
+      if constexpr (kFp8) weight = tile.live(lane + 32 * i) ? __fmul_rn(weight, value_scales[i]) : 0.0f;
       const Bf16Pair pair = split_bf16(weight);
-      reinterpret_cast<__nv_bfloat16*>(weights)[slot] = pair.high;
-      reinterpret_cast<__nv_bfloat16*>(weights + AttentionScratch::kWeightBytes)[slot] = pair.low;
+      *reinterpret_cast<__nv_bfloat16*>(weights + 64 * i) = pair.high;
+      *reinterpret_cast<__nv_bfloat16*>(weights + 64 * i + AttentionScratch::kWeightBytes) = pair.low;
     }
     sum = __fmaf_rn(sum, factor, lane_sum(total));
-    if (block.lane == 0) {
+    if (lane == 0) {
       float* state = reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt) + head;
       state[0] = factor;
       state[kUnitHeads] = largest;
@@ -557,151 +718,191 @@ struct AttentionStep {
     }
   }
 
-  __device__ __forceinline__ int first_column() const { return block.warp * 16 * row_tiles; }
+  __device__ __forceinline__ int first_column() const { return warp * 16 * row_tiles; }
 
   // Columns of values are the rows of a, heads the columns of b.
-  __device__ __forceinline__ void weigh(const DecodeTile& tile, float (&sums)[2][4][4]) const {
-    const int n_tiles = (u.n_heads + 3) / 4, piece_rows = 1 << cut.piece_shift, first_byte = first_column() * kElementBytes;
-    const bool works = first_column() < dim;
-    const float* factors = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
+  __device__ __forceinline__ void weigh(const TaskTile& tile, float (&sums)[2][2][4]) const {
+    const int n_tiles = head_tiles(), first_byte = first_column() * kElementBytes, n_boxes = 1 << u.piece_shift >> 4;
+    const bool works = first_column() < dim, is_wide = wide();
+    // Factors of heads that there are not multiply columns that nobody reads.
+    const float* factors = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt) + third * (is_wide ? 2 : 1);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < 2; ++n) {
       if (n >= n_tiles) break;
-      const float factor = 4 * n + third < u.n_heads ? factors[4 * n + third] : 0.0f;
+      const float even = factors[8 * n], odd = is_wide ? factors[8 * n + 1] : even;
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[m][n][i] *= factor;
+        for (int i = 0; i < 4; ++i) sums[m][n][i] *= i % 2 == 0 ? even : odd;
     }
     // Which key and column this lane says of four matrices of 8 keys; of FP8, 8 keys and 16 columns.
-    const int upper = block.lane / 16, middle = block.lane / 8 % 2;
-    const int key = block.lane % 8 + (kFp8 ? middle : upper) * 8, byte = first_byte + (kFp8 ? (row_tiles == 2 ? upper : 0) : middle) * 16;
+    const int upper = lane / 16, middle = lane / 8 % 2;
+    const int key = lane % 8 + (kFp8 ? middle : upper) * 8, byte = first_byte + (kFp8 ? (row_tiles == 2 ? upper : 0) : middle) * 16;
+    const uint32_t lane_at = static_cast<uint32_t>(box_offset(key, byte, u.row_shift));
+    // Two matrices of high parts, two of low ones, of 8 keys each.
     uint32_t weights = shared_address(scratch + AttentionScratch::kWeightsAt) +
-                       static_cast<uint32_t>((block.lane % 8 + upper * 8) * AttentionScratch::kWeightBytes + middle * 16);
+                       static_cast<uint32_t>((is_wide ? lane % 8 * 2 + upper : lane % 8) * AttentionScratch::kWeightBytes + middle * 16);
+    const auto load = [&](uint32_t (&a)[2][4], uint32_t (&b)[2][4], uint32_t at, uint32_t weights_at) {
+      const uint32_t address = swizzled(at);
+      load_matrices_transposed(a[0], address);
+      if (!kFp8 && row_tiles == 2) load_matrices_transposed(a[1], address ^ 32);
+      load_matrices(b[0], weights_at);
+      if (n_tiles == 2) load_matrices(b[1], weights_at + 16 * AttentionScratch::kWeightBytes);
+    };
+    const auto multiply = [&](uint32_t (&a)[2][4], const uint32_t (&b)[2][4]) {
+      if constexpr (kFp8) {
+        const uint32_t codes[4] = {a[0][0], a[0][1], a[0][2], a[0][3]};
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          a[m][0] = widen_e4m3(codes[2 * m] << 8), a[m][1] = widen_e4m3(codes[2 * m]);
+          a[m][2] = widen_e4m3(codes[2 * m + 1] << 8), a[m][3] = widen_e4m3(codes[2 * m + 1]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        if (n >= n_tiles) break;
+#pragma unroll
+        for (int low = 0; low < 2; ++low) {
+          if (low != 0 && !is_wide) break;
+#pragma unroll
+          for (int m = 0; m < 2; ++m)
+            if (m < row_tiles) mma_16bit<true>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2 * low], b[n][2 * low + 1]);
+        }
+      }
+    };
+    const uint32_t box_bytes = static_cast<uint32_t>(kBoxRows << u.row_shift);
+    const int boxes = works ? tile.boxes : 0;
 #pragma unroll 1
-    for (int first_key = 0; first_key < kPageTokens; first_key += 16, weights += 32) {
-      const int piece_key = first_key & (piece_rows - 1);
-      if (piece_key == 0) {
-        await();
-        // Each warp puts in new values for itself.
-        for_new(tile, [&](int row, int slot) {
-          const int at = slot - first_key, lane_byte = block.lane * 16;
-          if (works && at >= 0 && at < piece_rows && lane_byte < 16 * row_tiles * kElementBytes) {
-            const int offset = (at << cut.row_shift) + first_byte + lane_byte;
-            *reinterpret_cast<uint4*>(block.ring + ring.slot * block.args.slot_bytes + (offset ^ row_order(offset, cut.line_shift()))) =
-                *reinterpret_cast<const uint4*>(new_codes(row, true) + first_byte + lane_byte);
-          }
-          __syncwarp();
-        });
-      }
+    for (int box = 0; box < kBoxes; box += n_boxes) {
+      await();
+      uint32_t at = slot_address(ring);
+      if (tile.held != 0 && works) put_new(tile, true, at, box * kBoxRows, n_boxes * kBoxRows, first_byte, 16 * row_tiles * kElementBytes);
+      at += lane_at;
       if (works) {
-        const int offset = ((piece_key + key) << cut.row_shift) + byte, order = row_order(offset, cut.line_shift());
-        const uint32_t values = slot_address(ring);
-        uint32_t a[2][4];
-        load_matrices_transposed(a[0], values + static_cast<uint32_t>(offset ^ order));
-        if constexpr (kFp8) {
-          const uint32_t codes[4] = {a[0][0], a[0][1], a[0][2], a[0][3]};
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            a[m][0] = widen_e4m3(codes[2 * m] << 8), a[m][1] = widen_e4m3(codes[2 * m]);
-            a[m][2] = widen_e4m3(codes[2 * m + 1] << 8), a[m][3] = widen_e4m3(codes[2 * m + 1]);
-          }
-        } else if (row_tiles == 2) {
-          load_matrices_transposed(a[1], values + static_cast<uint32_t>((offset + 32) ^ order));
+        // The next box is loaded before this one is multiplied. Boxes that were not copied are not multiplied.
+        uint32_t a[2][2][4] = {}, b[2][2][4] = {};
+        load(a[0], b[0], at, weights);
+#pragma unroll 1
+        for (int i = 0; i < n_boxes; i += 2, at += 2 * box_bytes, weights += 64) {
+          if (n_boxes > 1) load(a[1], b[1], at + box_bytes, weights + 32);
+          if ((boxes >> (box + i) & 1) != 0) multiply(a[0], b[0]);
+          if (i + 2 < n_boxes) load(a[0], b[0], at + 2 * box_bytes, weights + 64);
+          if (n_boxes > 1 && (boxes >> (box + i + 1) & 1) != 0) multiply(a[1], b[1]);
         }
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          if (2 * pair >= n_tiles) break;
-          uint32_t b[4];
-          load_matrices(b, weights + static_cast<uint32_t>(pair * 16 * AttentionScratch::kWeightBytes));
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            mma_16bit<true>(sums[0][2 * pair + n], a[0][0], a[0][1], a[0][2], a[0][3], b[2 * n], b[2 * n + 1]);
-            if (row_tiles == 2) mma_16bit<true>(sums[1][2 * pair + n], a[1][0], a[1][1], a[1][2], a[1][3], b[2 * n], b[2 * n + 1]);
-          }
-        }
+        if (n_boxes == 1) weights -= 32;
       }
-      if (piece_key + 16 == piece_rows) release();
+      release();
     }
   }
 
-  __device__ __forceinline__ void store(const float (&sums)[2][4][4]) const {
+  // By way of shared memory, where the queries were: few instructions, and 16 bytes a lane.
+  __device__ __forceinline__ void store(const float (&sums)[2][2][4]) const {
     const float* state = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
     constexpr int kApart = kFp8 ? 1 : 8;         // a lane's two columns
-    const bool whole = u.n_units == 1;
+    const bool whole = u.n_units == 1, is_wide = wide();
+    const int stride = dim + 4, first = third * (is_wide ? 2 : 1);          // spreads heads over the banks
+    float* values = reinterpret_cast<float*>(scratch + AttentionScratch::kQueriesAt);
     if (first_column() < dim) {
-      const int col = first_column() + group * (kFp8 ? 2 : 1), head_stride = whole ? dim : kMaxDecodeUnits * dim;
-      float* to = whole ? p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + third) * dim + col
-                        : block.args.partial_sums + ((int64_t{u.row} * p.n_heads + u.first_head + third) * kMaxDecodeUnits + u.unit) * dim + col;
-      const uint32_t flag = p.out.exchange ? block.flag(u.row) : 0u;
+      float* to = values + first * stride + first_column() + group * (kFp8 ? 2 : 1);
 #pragma unroll
-      for (int n = 0; n < 4; ++n, to += 4 * head_stride) {
-        if (4 * n + third >= u.n_heads) break;
-        const float inverse = __fdividef(1.0f, state[2 * kUnitHeads + 4 * n + third]);
-        const auto put = [&](int at, float high, float low) {
-          const float sum = __fadd_rn(high, low);
-          store_common_word(to + at, whole ? round_result(__fmul_rn(sum, inverse)) | flag : never_all_ones(sum));
-        };
+      for (int n = 0; n < 2; ++n, to += 8 * stride) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          if (m >= row_tiles) break;
-          put(m * 16, sums[m][n][0], sums[m][n][1]);
-          put(m * 16 + kApart, sums[m][n][2], sums[m][n][3]);
+        for (int odd = 0; odd < 2; ++odd) {
+          if (8 * n + first + odd >= u.n_heads || (odd != 0 && !is_wide)) break;
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            if (m >= row_tiles) break;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              to[odd * stride + m * 16 + i * kApart] = is_wide ? sums[m][n][2 * i + odd] : __fadd_rn(sums[m][n][2 * i], sums[m][n][2 * i + 1]);
+          }
         }
       }
     }
+    DecodeBlock::barrier();
+    const int shift = 31 - __clz(dim);
+    const uint32_t flag = p.out.exchange ? flag_of(u.row) : 0u;
+#pragma unroll 1
+    for (int i = (warp * 32 + lane) * 4; i < u.n_heads << shift; i += kDecodeConsumers * 4) {
+      const int head = i >> shift, col = i & (dim - 1);
+      const float4 v = *reinterpret_cast<const float4*>(values + head * stride + col);
+      if (whole) {
+        const float inverse = __fdividef(1.0f, state[2 * kUnitHeads + head]);
+        const auto result = [&](float sum) { return round_result(__fmul_rn(sum, inverse)) | flag; };
+        store_common_words(p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + head) * dim + col,
+                           make_uint4(result(v.x), result(v.y), result(v.z), result(v.w)));
+      } else {
+        store_common_words(args.partial_sums + ((int64_t{u.row} * p.n_heads + u.first_head + head) * kMaxDecodeUnits + u.unit) * dim + col,
+                           make_uint4(never_all_ones(v.x), never_all_ones(v.y), never_all_ones(v.z), never_all_ones(v.w)));
+      }
+    }
     // As many as the merge has readers: one that nobody takes would wait for a layer with wider heads.
-    if (!whole && block.warp < u.n_heads && block.lane < dim / kMergeColumns) {
-      const int64_t at = (int64_t{u.row} * p.n_heads + u.first_head + block.warp) * kMaxDecodeUnits + u.unit;
-      store_common_pair(block.args.partial_states + at * kStateCopies + block.lane, never_all_ones(state[kUnitHeads + block.warp]),
-                        never_all_ones(state[2 * kUnitHeads + block.warp]));
+    if (!whole && warp < u.n_heads && lane < dim / kMergeColumns) {
+      const int64_t at = (int64_t{u.row} * p.n_heads + u.first_head + warp) * kMaxDecodeUnits + u.unit;
+      store_common_pair(args.partial_states + at * kStateCopies + lane, never_all_ones(state[kUnitHeads + warp]),
+                        never_all_ones(state[2 * kUnitHeads + warp]));
     }
   }
 };
 
-// All units of this block. Not inlined: a function of its own has its own registers, and nothing of it lives on in the rest of the
-// kernel. Its arguments are addresses of shared memory, so that the compiler knows them as such.
+// Not inlined: a function of its own has its own registers, and nothing of it lives on in the rest of the kernel. For the usual
+// widths it has half of the instructions: all of them run once, so they take as long as they take to arrive.
+template <bool kFp8>
+__device__ __noinline__ void finish(uint32_t args_at, uint32_t shared_at, uint32_t phase_at, uint32_t n_tasks) {
+  RingPlace ring;
+  const AttentionStep<kFp8> step(AttentionPlace(args_at, shared_at, phase_at), ring, n_tasks);
+  if (step.dim == 256) step.template finish_heads<128>();
+  else if (step.dim == 512) step.template finish_heads<256>();
+  else step.template finish_heads<0>();
+}
+
+// All tasks of this block. Not inlined either.
 template <bool kFp8>
 __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
   using Step = AttentionStep<kFp8>;
+  const AttentionPlace at(args_at, shared_at, phase_at);
   RingPlace ring;
+  uint32_t n_tasks;
   {
-    const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
-    const WarpPlace& place = block.small->places[block.warp];
+    const WarpPlace& place = shared_object<DecodeShared>(at.small)->places[thread_afresh() / 32];
     ring = {place.slot, place.parity};
+    n_tasks = place.tasks;
   }
-  const DecodeBlock all(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
-  for_units(all, *shared_object<const AttentionPhase>(phase_at), [&](const DecodeUnit& unit) {
-    const auto step = [&]() { return Step(args_at, shared_at, phase_at, ring); };
-    DecodeTile tile;
-    tile = step().begin(unit);
-    DecodeBlock::barrier();              // the scratch changes hands
-    step().finish_heads();
-    DecodeBlock::barrier();
-    float largest = -INFINITY, sum = 0;
-    float sums[2][4][4] = {};
+  const auto step = [&]() { return Step(at, ring, n_tasks); };
+  bool more;
+  do {
+    if (step().take_task(n_tasks)) {
+      finish<kFp8>(args_at, shared_at, phase_at, n_tasks);
+      DecodeBlock::barrier();
+      float largest = -INFINITY, sum = 0;
+      float sums[2][2][4] = {};
 #pragma unroll 1
-    for (int t = 0;;) {
-      step().score(tile);
-      DecodeBlock::barrier();
-      step().softmax(tile, largest, sum);
-      DecodeBlock::barrier();
-      bool more;
-      const DecodeTile last = tile;
-      {
+      for (int t = 0;;) {
+        {
+          const Step now = step();
+          now.score(TaskTile(now.u.tiles[t]));
+        }
+        DecodeBlock::barrier();
+        {
+          const Step now = step();
+          now.softmax(TaskTile(now.u.tiles[t]), largest, sum);
+        }
+        DecodeBlock::barrier();
         const Step now = step();
-        more = ++t < now.u.n_tiles;
-        if (more) tile = now.tile_of(t);
+        now.weigh(TaskTile(now.u.tiles[t]), sums);
+        if (++t < now.u.n_tiles) continue;
+        if (now.u.ends) break;
+        now.finish_task(n_tasks++);      // the unit goes on
+        step().take_task(n_tasks);
+        t = 0;
       }
-      step().weigh(last, sums);
-      if (!more) break;
+      step().store(sums);
     }
-    step().store(sums);
-  });
-  const DecodeBlock block(*shared_object<const DecodeArgs>(args_at), shared_object<unsigned char>(shared_at));
-  WarpPlace& place = block.small->places[block.warp];
+    more = step().finish_task(n_tasks++);
+  } while (more);
+  WarpPlace& place = shared_object<DecodeShared>(at.small)->places[thread_afresh() / 32];
   __syncwarp();
-  if (block.lane == 0) place.slot = ring.slot, place.parity = ring.parity;
+  if (thread_afresh() % 32 == 0) place.slot = ring.slot, place.parity = ring.parity, place.tasks = n_tasks;
   __syncwarp();
 }
 
@@ -709,71 +910,84 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
 // first: this warp's first unit; the others are n_warps apart.
 __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const AttentionPhase& p, int row, int head, int column_block, int n_units,
                                               int first, int n_warps) {
-  const int dim = p.cache.head_dim, lane = block.lane;
+  const int dim = p.cache.head_dim, lane = block.lane, group = lane / kMergeLanes;
   const int n_own = n_warps == 1 ? n_units : (n_units - first + kMergeWarps - 1) / kMergeWarps;
   const int64_t at = (int64_t{row} * p.n_heads + head) * kMaxDecodeUnits + first;
   float2* states = block.args.partial_states + (at + lane * n_warps) * kStateCopies + column_block;
-  float* sums = block.args.partial_sums + at * dim + column_block * kMergeColumns + lane;
-  const int stride = n_warps * dim;
-  // Steps from unit to unit; no address is kept.
+  float* sums = block.args.partial_sums + (at + group * n_warps) * dim + column_block * kMergeColumns + lane % kMergeLanes * 4;
+  const int stride = kMergeGroups * n_warps * dim;
+  // The lane's units, one of each kMergeGroups: function(i, address, whether there is such a unit). Steps from unit to unit; no address is kept.
   const auto for_sums = [&](auto&& function) {
     float* from = sums;
 #pragma unroll
-    for (int i = 0; i < kMergeShare; ++i, from += stride) {
-      if (i >= n_own) break;
+    for (int i = 0; i < kMergeSums; ++i, from += stride) {
+      if (kMergeGroups * i >= n_own) break;
       asm volatile("" : "+l"(from));
-      function(i, from);
+      function(i, from, kMergeGroups * i + group < n_own);
     }
   };
   static_assert(kMergeShare <= 32);
-  // Lane i takes the state of the warp's unit i. Few sums are asked for along with the states, many when all states are there:
+  // Lane i takes the state of the warp's unit i. The sums are asked for along with the states, by eight warps when all states are there:
   // a unit leaves its state last.
   uint2 state = make_uint2(~0u, ~0u);
-  uint32_t bits[kMergeShare];
+  uint4 bits[kMergeSums] = {};
   for (uint32_t polls = 0;; count_poll(polls)) {
     if (lane < n_own && (state.x == ~0u || state.y == ~0u)) state = load_common_pair(states);
     const bool waits = __any_sync(kAllLanes, lane < n_own && (state.x == ~0u || state.y == ~0u));
-    if (waits && n_own > 4) continue;
+    if (waits && n_warps != 1) continue;
     bool missing = waits;
-    for_sums([&](int i, const float* from) { bits[i] = load_common_word(from); });
+    for_sums([&](int i, const float* from, bool has) {
+      if (has) bits[i] = load_common_words(from);
+    });
 #pragma unroll
-    for (int i = 0; i < kMergeShare; ++i)
-      if (i < n_own) missing = missing || bits[i] == ~0u;
+    for (int i = 0; i < kMergeSums; ++i) missing = missing || bits[i].x == ~0u || bits[i].y == ~0u || bits[i].z == ~0u || bits[i].w == ~0u;
     if (!__any_sync(kAllLanes, missing)) break;
   }
   if (lane < n_own) store_common_pair(states, ~0u, ~0u);
   const float own_largest = lane < n_own ? __uint_as_float(state.x) : -INFINITY, largest = lane_max(own_largest);
   const float factor = largest == -INFINITY ? 0.0f : expf(own_largest - largest);
   const float sum = lane_sum(lane < n_own ? __fmul_rn(__uint_as_float(state.y), factor) : 0.0f);
-  float total = 0;
-  for_sums([&](int i, float* from) {
-    store_common_word(from, ~0u);
-    total = __fmaf_rn(__uint_as_float(bits[i]), __shfl_sync(kAllLanes, factor, i), total);
+  float totals[4] = {};
+  for_sums([&](int i, float* from, bool has) {
+    const float f = __shfl_sync(kAllLanes, factor, kMergeGroups * i + group);
+    if (has) store_common_words(from, make_uint4(~0u, ~0u, ~0u, ~0u));
+    totals[0] = __fmaf_rn(__uint_as_float(bits[i].x), f, totals[0]);
+    totals[1] = __fmaf_rn(__uint_as_float(bits[i].y), f, totals[1]);
+    totals[2] = __fmaf_rn(__uint_as_float(bits[i].z), f, totals[2]);
+    totals[3] = __fmaf_rn(__uint_as_float(bits[i].w), f, totals[3]);
   });
-  const int64_t out = int64_t{head} * dim + column_block * kMergeColumns + lane;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int offset = kMergeLanes; offset < 32; offset *= 2) totals[i] = __fadd_rn(totals[i], __shfl_xor_sync(kAllLanes, totals[i], offset));
+  // All groups have the sums of four columns now: each stores one of them.
+  static_assert(kMergeGroups == 4);
+  const float total = group == 0 ? totals[0] : group == 1 ? totals[1] : group == 2 ? totals[2] : totals[3];
+  const int col = lane % kMergeLanes * 4 + group;
+  const int64_t out = int64_t{head} * dim + column_block * kMergeColumns;
   if (n_warps == 1) {
-    store_row(p.out, row, out, __fdividef(total, sum), block.flag(row));
+    store_row(p.out, row, out + col, __fdividef(total, sum), block.flag(row));
     return;
   }
   const int half = block.warp / kMergeWarps;
   float* parts = reinterpret_cast<float*>(block.scratch) + half * kMergeWarps * (kMergeColumns + 2);
   float* mine = parts + first * (kMergeColumns + 2);
-  mine[lane] = total;
+  mine[col] = total;
   if (lane == 0) mine[kMergeColumns] = largest, mine[kMergeColumns + 1] = sum;
   asm volatile("bar.sync %0, 256;" ::"r"(2 + half) : "memory");
   if (first == 0) {
     float all = -INFINITY;
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < kMergeWarps; ++w) all = fmaxf(all, parts[w * (kMergeColumns + 2) + kMergeColumns]);
     float weight = 0, value = 0;
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < kMergeWarps; ++w) {
       const float* from = parts + w * (kMergeColumns + 2);
       const float f = all == -INFINITY ? 0.0f : expf(from[kMergeColumns] - all);
       value = __fmaf_rn(from[lane], f, value);
       weight = __fmaf_rn(from[kMergeColumns + 1], f, weight);
     }
-    store_row(p.out, row, out, __fdividef(value, weight), block.flag(row));
+    store_row(p.out, row, out + lane, __fdividef(value, weight), block.flag(row));
   }
   asm volatile("bar.sync %0, 256;" ::"r"(2 + half) : "memory");   // the next one writes there
 }
@@ -785,6 +999,7 @@ __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_
   const int column_bits = 31 - __clz(p.cache.head_dim / kMergeColumns), n_tasks = p.n_heads << column_bits, n_blocks = static_cast<int>(gridDim.x);
   // The next task of this warp, and of its eight.
   int warp_task = block_index() + block.warp * n_blocks, eight_task = block_index() + block.warp / kMergeWarps * n_blocks;
+  bool merged = false;
 #pragma unroll 1
   for (int row = 0; row < block.args.n_rows; ++row) {
     const int n_units = decode_units(block.small->positions[row], p.window).count;
@@ -792,6 +1007,7 @@ __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_
     const bool alone = n_units <= kMergeShare;
     const int step = (alone ? kMatvecWarps : kMatvecWarps / kMergeWarps) * n_blocks;
     int task = alone ? warp_task : eight_task;
+    merged |= task < n_tasks;
 #pragma unroll 1
     for (; task < n_tasks; task += step)
       merge_columns(block, p, row, task >> column_bits, task & ((1 << column_bits) - 1), n_units, alone ? 0 : block.warp % kMergeWarps,
@@ -800,7 +1016,7 @@ __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_
     else eight_task = task - n_tasks;
   }
   // What was put back must be there before the next launch or layer leaves its sums.
-  __threadfence();
+  if (merged) __threadfence();
 }
 
 template <class Function, class Stamp>
@@ -816,10 +1032,10 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
   });
   stamp(1);
   call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
-    bool merges = false;
-    for (int row = 0; row < block.args.n_rows; ++row) merges |= decode_units(block.small->positions[row], p.window).count > 1;
-    if (!merges) return;
-    DecodeBlock::barrier();              // the scratch changes hands
+    int most = 1;
+    for (int row = 0; row < block.args.n_rows; ++row) most = max(most, decode_units(block.small->positions[row], p.window).count);
+    if (most == 1) return;
+    if (most > kMergeShare) DecodeBlock::barrier();      // the scratch changes hands
     merge(args_at, shared_at, phase_at);
   });
   stamp(2);

@@ -17,6 +17,7 @@ inline constexpr int kDecodeMaxSlots = 16;
 // Warps are at most in two phases at a time, and two more come ahead.
 inline constexpr int kHeldPhases = 4;
 inline constexpr int kHeldWeights = 64;
+inline constexpr int kHeldScales = 256;
 
 // Where a warp is, kept in shared memory through what does not need it.
 struct alignas(16) WarpPlace {
@@ -25,19 +26,30 @@ struct alignas(16) WarpPlace {
   uint32_t parity;
   int buffer;                       // of the two for partial sums
   uint32_t factors;                 // parity of DecodeShared::has_factors
+  uint32_t tasks;                   // AttentionTasks so far
 };
 
-// What an attention phase's warps are at (decode_attention.cuh), kept likewise.
-struct alignas(16) WarpUnit {
+// What the block does next in an attention phase (decode_attention.cuh), as the copying warp finds it, ahead of those that compute: a
+// unit, or some tiles of a long one.
+struct alignas(16) AttentionTask {
+  static constexpr int kTiles = 32;
   int row;
   int kv_head;
   int first_head, n_heads;
   int unit, n_units;
-  int n_tiles;
-  bool neighbours;                  // as in DecodeUnits
-  bool first_tile_of_heads;         // of the KV head's query heads
-  int position;
+  int n_tiles;                      // 0: nothing to do
   uint32_t new_rows;                // rows of this launch whose keys and values the unit makes itself
+  int append_row;                   // of the pools, where those of the unit's own token go; -1: not by this unit
+  int row_shift;                    // bytes of a row: 1 << row_shift
+  int piece_shift;                  // rows of a slot of the ring: 1 << piece_shift
+  bool begins, ends;                // these are the unit's first, its last tiles
+  bool more;                        // another task follows in this phase
+  const uint8_t* pools[2];          // keys, values
+  const float* scales[2];           // of their rows; null: there are none
+  const uint8_t* maps;              // AttentionPhase::maps
+  // Rows of the pools where the tiles' pages begin: of the newer, and the older (-1: none); then the slots that the newer one has (begin
+  // and end, 8 bits each) and which new rows are there (8 bits); and which boxes have a live key (a bit each).
+  int4 tiles[kTiles];
 };
 
 // Shared memory: the ring (weights, and an attention phase's keys and values), the scratch (x and partial sums, or what attention needs),
@@ -50,9 +62,11 @@ struct DecodeShared {
   WarpPlace places[kMatvecWarps];
   float factors[kDecodeRows];
   float y_weights[2][kHeldWeights]; // LinearPhase::y_weight of the block's first outputs, of phases in turn
+  float row_scales[2][kHeldScales]; // and LinearPhase::row_scales of its first rows
   uint32_t tables[3][32];           // E2m1Tables, a copy a lane
   alignas(16) DecodeArgs args;      // for functions, which would read the kernel's own through a generic address
-  WarpUnit units[kMatvecWarps];
+  AttentionTask tasks[2];           // in turn
+  uint64_t task_full[2], task_empty[2];
   // The ring, from the warp that copies weights to those that copy keys and values, and back.
   struct Handed {
     int slot;
@@ -60,11 +74,6 @@ struct DecodeShared {
     bool filled;
   } handed;
   uint64_t hand_over, hand_back;    // barriers
-  // Of the latter: an attention phase's pools, how rows lie (TileCut), and of some tiles the rows of the pools where their pages
-  // begin (-1: none) and their live slots.
-  const uint8_t* pools[2];
-  int row_shift, piece_shift;
-  int4 tiles[32];
   int32_t positions[kDecodeRows];
   int32_t sequences[kDecodeRows];
   uint32_t flags;                   // bit r: the flag of row r in this launch
@@ -135,6 +144,7 @@ struct DecodeBlock {
   __device__ __forceinline__ static void barrier() { partial_block_barrier<kDecodeConsumers>(); }
   // Of the warp's phase: the last phase's are still read while a fast warp writes the next one's.
   __device__ __forceinline__ float* y_weights() const { return small->y_weights[small->places[warp].phase & 1]; }
+  __device__ __forceinline__ float* row_scales() const { return small->row_scales[small->places[warp].phase & 1]; }
   __device__ __forceinline__ float* norm_sums() const { return group_sums + (small->places[warp].phase & 1) * args.row_sums; }
   __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
 };

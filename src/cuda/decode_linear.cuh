@@ -1,7 +1,8 @@
 // The linear phase of the decode kernel: y = epilogue(W · norm(x)) for 1 to 8 rows of x. x (decode_linear_block.cuh, decode_short.cuh),
-// products (decode_multiply.cuh), then the block adds its warps' sums in order and stores y.
+// products (decode_multiply.cuh), then the block adds its warps' sums in order and stores y (decode_finish.cuh).
 #pragma once
 
+#include "cuda/decode_finish.cuh"
 #include "cuda/decode_multiply.cuh"
 #include "cuda/decode_short.cuh"
 
@@ -12,26 +13,28 @@ struct LinearShare {
   int first, n_units;
   int batch;                        // units whose partial sums fit at once
 };
-__device__ __forceinline__ LinearShare linear_share(const DecodeArgs& args, const WeightStream& s) {
+__device__ __forceinline__ LinearShare linear_share(const DecodeArgs& args, const WorkShare& s) {
   int block = block_index() + s.rotation;
   if (block >= static_cast<int>(gridDim.x)) block -= static_cast<int>(gridDim.x);
   const BlockUnits units = block_units(s.units_each, s.units_more, block);
-  // The division is for matrices with very many rows, as the head's.
-  const int batch = units.count * s.unit_partials <= args.partial_row_floats ? units.count : args.partial_row_floats / s.unit_partials;
-  return {units.first, units.count, max(batch, 1)};
+  const int fit = static_cast<int>(__umulhi(static_cast<uint32_t>(args.partial_row_floats), s.unit_partials_inverse));
+  return {units.first, units.count, max(min(units.count, fit), 1)};
 }
 
 // What will be wanted at the end of this phase and at the beginning of the next one comes while the products are made.
 __device__ __forceinline__ void fetch_ahead(const DecodeBlock& block, const LinearPhase& p, const LinearShare& share) {
-  const int index = block.small->places[block.warp].phase;
-  const DecodePhase& next = block.small->phases[(index + 1) % kHeldPhases];
-  if (next.kind == PhaseKind::kLinear && next.linear.norm_held && block.args.vectors_at != 0 && block.warp < next.linear.k_warps)
+  if (p.next_norm != nullptr && block.args.vectors_at != 0 && block.warp < p.next_k_warps)
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      copy16_async(shared_address(block.held_vector() + i * 128), next.linear.norm_weight + block.warp * 256 + block.lane * 4 + i * 128, 16);
-  if (p.y_weight != nullptr && block.thread < min(share.n_units * p.row_warps * kTileRows, kHeldWeights)) {
-    const int col = share.first * p.row_warps * kTileRows + block.thread;
-    if (col < p.outputs) copy4_async(block.y_weights() + block.thread, p.y_weight + col);
+    for (int i = 0; i < 2; ++i) copy16_async(shared_address(block.held_vector() + i * 128), p.next_norm + block.warp * 256 + block.lane * 4 + i * 128, 16);
+  // The rest by the warp that most often has no tile.
+  if (block.warp == kMatvecWarps - 1) {
+    const int first_row = share.first * p.row_warps * kTileRows, n_rows = share.n_units * p.row_warps * kTileRows;
+    if (p.y_weight != nullptr && block.lane * 4 < min(n_rows, kHeldWeights) && first_row + block.lane * 4 < p.outputs)
+      copy16_async(shared_address(block.y_weights() + block.lane * 4), p.y_weight + first_row + block.lane * 4, 16);
+    if (p.row_scales != nullptr)
+#pragma unroll
+      for (int i = block.lane * 4; i < kHeldScales; i += 128)
+        if (i < n_rows) copy16_async(shared_address(block.row_scales() + i), p.row_scales + first_row + i, 16);
   }
   commit_copies();
 }
@@ -52,24 +55,23 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     if (p.full) function(LinearBlock<kRows, true>(block, p));
     else function(LinearBlock<kRows, false>(block, p));
   };
-  bool adds, is_short, direct = false, all = false;
   LinearShare share;
-  int n_chunks, buffer;
+  LinearStart start;
+  int buffer;
   {
     const DecodeBlock block(args, afresh(shared));
-    const LinearBlock<kRows, false> work(block, *afresh(phase));
-    share = linear_share(args, work.p.stream);
-    n_chunks = work.p.n_chunks;
-    adds = work.p.residual && work.p.add.values != nullptr;
-    direct = adds && work.direct();
-    is_short = kRows <= 4 && work.p.short_path && (work.p.residual ? adds && n_chunks == 1 : !work.p.has_norm);
-    all = (n_chunks > 1 || (is_short && !adds)) && work.all_chunks();
+    start = afresh(phase)->start;
+    share = linear_share(args, start.share);
     buffer = block.small->places[block.warp].buffer;
   }
+  const bool adds = start.path & kAdds, is_short = kRows <= 4 && (start.path & kShortX), ends_short = kRows <= 4 && (start.path & kShortFinish);
+  const int n_chunks = start.n_chunks;
+  const bool all = (n_chunks > 1 || (is_short && !adds)) && start.x_all_bytes * count_rows<kRows>(args) <= args.x_bytes;
+  const bool direct = adds && (is_short || LinearBlock<kRows, false>(DecodeBlock(args, afresh(shared)), *afresh(phase)).direct());
   if (is_short) {
     const DecodeBlock block(args, afresh(shared));
     const ShortPath<kRows> work(block, *afresh(phase));
-    if (adds) work.add_to_residual();
+    if (adds) work.add_to_residual((start.path & kNearX) && args.vectors_at != 0);
     else if (all) work.take();
   } else if (adds) {
     x_step([](const auto& work) {
@@ -114,12 +116,20 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
         __syncwarp();
       });
     }
-    if (unit + share.batch >= share.n_units) before_barrier();
-    DecodeBlock::barrier();
-    stamp(2);
-    step([&](const LinearBlock<kRows, false>& work) {
-      work.finish(share.first, share.first + unit, count, reinterpret_cast<float*>(work.block.scratch + args.partials_at) + buffer * args.partial_floats);
-    });
+    const DecodeBlock block(args, afresh(shared));
+    const float* partials = reinterpret_cast<const float*>(block.scratch + args.partials_at) + buffer * args.partial_floats;
+    if (kRows <= 4 && ends_short) {
+      const ShortFinish<kRows> finish(block, *afresh(phase));
+      before_barrier();
+      DecodeBlock::barrier();
+      stamp(2);
+      finish.run(share.first + unit, unit, count, partials);
+    } else {
+      before_barrier();
+      DecodeBlock::barrier();
+      stamp(2);
+      Finish<kRows>(block, *afresh(phase)).run(share.first, share.first + unit, count, partials);
+    }
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));

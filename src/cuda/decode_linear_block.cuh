@@ -1,4 +1,4 @@
-// The linear phase of the decode kernel for one block: its x from other blocks' rows to digits in shared memory, and its sums to y.
+// The x of a linear phase of the decode kernel: from other blocks' rows to digits in shared memory.
 //
 // Warp (k, r) multiplies two neighbouring column tiles of row tile r of each unit in each chunk (matvec_layout.h): so it
 // needs 256 columns of x in a chunk, which it fetches, norms and cuts into digits (codec.cuh) by itself. Nobody waits for a norm:
@@ -7,7 +7,8 @@
 //
 // Nearly all of the time between two phases is executing instructions one after the other, so what runs once a phase is
 // written for few of them in a row: no division, values of several rows (or chunks) side by side, the number of rows
-// known to the compiler where it is 1 (kRows: 1, or up to 4 or 8). The usual case has a path of its own: decode_short.cuh.
+// known to the compiler where it is 1 (kRows: 1, or up to 4 or 8). The usual case has a path of its own: decode_short.cuh. How long
+// the last block takes from its last value to its first product is what everybody waits for (docs/performance.md).
 #pragma once
 
 #include "cuda/decode_block.cuh"
@@ -350,96 +351,6 @@ struct LinearBlock {
       }
     }
     __syncwarp();
-  }
-  // ---- y ----
-  __device__ __forceinline__ float sum_of(const float* from) const {
-    const int stride = p.row_warps * n_rows * kTileRows, k_warps = p.k_warps;
-    float total = 0;
-#pragma unroll 1
-    for (int chunk = 0; chunk < p.n_chunks; ++chunk) {
-      // All loads before the first sum; adding -0 changes nothing.
-      float parts[kMatvecWarps];
-#pragma unroll
-      for (int i = 0; i < kMatvecWarps; ++i) parts[i] = i < k_warps ? from[i * stride] : -0.0f;
-      float sum = parts[0];
-#pragma unroll
-      for (int i = 1; i < kMatvecWarps; ++i) sum = __fadd_rn(sum, parts[i]);
-      from += k_warps * stride;
-      total = chunk == 0 ? sum : __fadd_rn(total, sum);
-    }
-    return total;
-  }
-  // One value of y; factor: of the norm of row factor_row.
-  __device__ __forceinline__ float output(int unit, int row_tile, int tile_index, int row, int col, int out, const float* partials, float& factor,
-                                          int& factor_row) const {
-    const float* from = partials + unit * p.stream.unit_partials * n_rows + (row_tile * n_rows + row) * kTileRows + out;
-    if (p.has_norm && factor_row != row) {
-      factor = norm_factor_of(block.norm_sums() + row * block.args.sum_groups, p.n_groups, p.inverse_cols, p.norm_eps);
-      factor_row = row;
-    }
-    const float* scales = p.row_scales != nullptr ? p.row_scales + tile_index * kTileRows + out : nullptr;
-    float value = sum_of(from);
-    if (p.has_norm) value = __fmul_rn(value, factor);
-    if (scales != nullptr) value = __fmul_rn(value, scales[0]);
-    if (p.gated) {
-      float up = sum_of(from + 8);
-      if (p.has_norm) up = __fmul_rn(up, factor);
-      if (scales != nullptr) up = __fmul_rn(up, scales[8]);
-      return __fmul_rn(p.epilogue == DecodeEpilogue::kGatedGelu ? quick_gelu_tanh(value) : quick_silu(value), up);
-    }
-    switch (p.epilogue) {
-      case DecodeEpilogue::kGeluTimesOther: return quick_gelu_tanh(value) * load_row(p.other, row, col, block.flag(row));
-      case DecodeEpilogue::kTimesGeluOther: return value * quick_gelu_tanh(load_row(p.other, row, col, block.flag(row)));
-      case DecodeEpilogue::kTimesSiluOther: return value * quick_silu(load_row(p.other, row, col, block.flag(row)));
-      case DecodeEpilogue::kSoftcap: return p.softcap * tanhf(__fdividef(value, p.softcap));
-      default: return value;
-    }
-  }
-  // The sum of squares of a row tile's 16 outputs for the norm of what they are added to; by half a warp.
-  __device__ __forceinline__ void store_squares(int row, int tile, float value) const {
-    const uint32_t half = 0xffffu << (block.lane & 16);
-    float sum = __fmul_rn(value, value);
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(half, sum, offset));
-    if (block.lane % 16 == 0 && tile * kTileRows < p.outputs)
-      store_common_word(p.squares + row * int64_t{p.y.stride} + tile, round_result(sum) | block.flag(row));
-  }
-  // own_unit: the block's first.
-  __device__ __forceinline__ void finish(int own_unit, int first_unit, int count, const float* partials) const {
-    const int bits = p.gated ? 3 : 4;            // rows of a tile that are outputs: 8 or 16
-    const int n_items = count * p.row_warps * n_rows << bits;
-    float factor = 1.0f;
-    int factor_row = -1;
-#pragma unroll 1
-    for (int item = block.thread; item < n_items; item += kDecodeConsumers) {
-      const int out = item & ((1 << bits) - 1), rest = item >> bits;
-      int tile = rest, row = 0, unit = rest, row_tile = 0;
-      if (kRows > 1) {
-        tile = static_cast<int>(static_cast<uint32_t>(rest) * block.args.rows_inverse >> 16);
-        row = rest - tile * n_rows;
-        unit = tile;
-      }
-      if (p.row_warps > 1) {
-        unit = static_cast<int>(static_cast<uint32_t>(tile) * p.row_warps_inverse >> 16);
-        row_tile = tile - unit * p.row_warps;
-      }
-      const int tile_index = first_unit * p.row_warps + tile;
-      const int col = (tile_index << bits) + out;
-      const bool live = col < p.outputs;
-      float value = 0.0f;
-      if (live) {
-        value = output(unit, row_tile, tile_index, row, col, out, partials, factor, factor_row);
-        if (p.squares != nullptr) {
-          value = __uint_as_float(round_result(value));
-          const int held = tile * kTileRows + out;         // of the block's outputs
-          const float weight = p.y_weight == nullptr ? 1.0f : first_unit == own_unit && held < kHeldWeights ? block.y_weights()[held] : __ldg(p.y_weight + col);
-          store_row(p.y, row, col, __fmul_rn(value, weight), block.flag(row));
-        } else {
-          store_row(p.y, row, col, value, block.flag(row));
-        }
-      }
-      if (p.squares != nullptr) store_squares(row, tile_index, value);
-    }
   }
 };
 

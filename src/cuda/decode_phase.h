@@ -19,6 +19,7 @@ inline constexpr int kDecodeRows = 8;           // rows of x for one reading of 
 inline constexpr int kWholeStepRows = 4;
 // Shared memory of a warp's digits, sums and scales (codec.cuh) in one chunk, which has two groups of 128 columns.
 BERYL_HOST_DEVICE constexpr int x_chunk_bytes(int n_rows, int group_bytes) { return 2 * n_rows * (group_bytes + 20); }
+inline constexpr int kTensorMapBytes = 128;      // of a tensor map (tensor_map.h)
 inline constexpr int kDecodeStamps = 4;         // times of a block in a phase: its begin, x ready, products done, its end
 inline constexpr int kDecodeFlagWords = 16;     // of DecodeArgs::flags
 
@@ -39,20 +40,42 @@ struct PhaseRows {
   bool exchange;
 };
 
+// Which units of a matrix are whose, and how many of them are made at a time.
+struct alignas(16) WorkShare {
+  int32_t units_each, units_more;   // block_units (matvec_layout.h)
+  int32_t rotation;                 // below the number of blocks, added to a block's: so that the same ones do not always have more
+  uint32_t unit_partials_inverse;   // the upper half of i · this is i / unit_partials, for i below 2^16
+};
+
 // The weights of a phase as the copying warp sees them.
 struct WeightStream {
+  WorkShare share;
   const uint8_t* weights;           // null: the end of the list; n_stages 0: an AttentionPhase, and keys and values are copied
   int64_t unit_bytes;
-  int32_t units_each, units_more;   // block_units (matvec_layout.h)
   int32_t n_stages;                 // of a unit
   int32_t stage_bytes;
   int32_t slot_stages;              // stages of one copy, 1 or 2, where a slot of the ring has room for two
   int32_t unit_partials;            // k_warps · row_warps · n_chunks · 16: floats of a unit's partial sums, a row of x
-  int32_t rotation;                 // below the number of blocks, added to a block's: so that the same ones do not always have more
 };
+
+// What a block needs of a linear phase first, together: all warps walk through this while nothing else goes on.
+struct alignas(16) LinearStart {
+  WorkShare share;
+  int32_t n_chunks;
+  int32_t x_all_bytes;                             // of a row's x of all chunks (x_chunk_bytes), where it may be prepared at once
+  uint32_t path;                                   // LinearPath
+};
+enum LinearPath : uint32_t {
+  kAdds = 1,                        // to the residual, before
+  kShortX = 2,                      // decode_short.cuh, up to 4 rows
+  kNearX = 4,                       // of those: an AddNorm and a norm whose weights come ahead, where there is room for them
+  kShortFinish = 8,                 // ShortFinish (decode_finish.cuh), likewise
+};
+inline constexpr int32_t kNotAtOnce = 1 << 24;     // LinearStart::x_all_bytes where x is prepared chunk by chunk
 
 // What a phase's x is: rows, or the residual stream, after it took the result of an earlier phase.
 struct LinearPhase {
+  LinearStart start;
   WeightStream stream;
   const float* row_scales;          // [n_row_tiles · 16], null: 1
   PhaseRows x;                      // when !residual
@@ -68,6 +91,7 @@ struct LinearPhase {
   const float* add_squares;         // exchange rows with the stride of `add`: sums of squares of each 16 columns, if add_norm
   const float* residual_in;         // rows with the residual's stride; null: this launch's own copy
   const float* norm_weight;         // null: 1
+  const float* next_norm;           // norm_weight of the next phase, if norm_held there; else null
   float add_eps, add_scale, norm_eps, softcap;
 
   int32_t residual_stride;
@@ -87,9 +111,9 @@ struct LinearPhase {
   bool residual;
   bool add_norm;                    // false: a plain sum
   bool full;                        // each warp has 256 columns in each chunk, and no other warp has the same
-  bool short_path;                  // full, and x is integers without sums: decode_short.cuh
   bool has_norm;
   bool norm_held;                   // the phase before fetches norm_weight to shared memory, where there is room
+  int16_t next_k_warps;
 };
 
 // QkvFinish and Attention of one layer, or Attention alone (finish = false: q is ready and all keys are in the cache).
@@ -103,6 +127,7 @@ struct AttentionPhase {
   const float* q_rope;              // [n_rows][2][head_dim / 2]
   const float* k_rope;
   CacheView cache;
+  const void* maps;                 // of the cache's keys and values (tensor_map.h); null where there is no tensor copy engine
   const int32_t* table;             // [max_sequences][n_entries]
   int32_t n_entries;
   int32_t n_heads, heads_of_kv;
@@ -125,7 +150,7 @@ struct alignas(16) DecodePhase {
     AttentionPhase attention;
   };
 };
-static_assert(sizeof(DecodePhase) <= 352);
+static_assert(sizeof(DecodePhase) <= 400);
 
 // Of one launch.
 struct DecodeArgs {

@@ -54,7 +54,7 @@ class Planner {
   }
   bool takes(const Attention& attention) const {
     const CacheDecl& cache = program_.caches[static_cast<size_t>(attention.cache)];
-    return decode_attends(cache.head_dim, layout_.cache_element, program_.groups[static_cast<size_t>(cache.group)].window) && aligned(attention.q);
+    return decode_attends(cache.head_dim, layout_.cache_element, program_.groups[static_cast<size_t>(cache.group)].window) && aligned(attention.q) && aligned(attention.out);
   }
 
   void need(DecodeNeeds& needs, const Linear& linear) const {

@@ -229,6 +229,7 @@ TEST_F(PlanTest, SharedMemoryIsEnoughForWhatIsCut) {
             EXPECT_LE(cut.shared_bytes, shared);
             EXPECT_GE(cut.n_slots, 2);
             EXPECT_GE(cut.slot_bytes, needs.attention_slot_bytes);
+            EXPECT_EQ(cut.slot_bytes % 128, 0) << "the copy engine writes whole lines";
             EXPECT_GE(cut.partial_floats, units * rows) << "a unit's sums fit";
             EXPECT_GE(cut.scratch_bytes, attention);
             EXPECT_LE(cut.partials_at + 2 * cut.partial_floats * 4, cut.scratch_bytes);

@@ -1,5 +1,5 @@
 // The x of a linear phase by the short path, which nearly every phase of a model in FP4 or Q4_0 takes: units of one row tile,
-// 256 columns for each warp that has a tile, digits that are integers and need no sums, up to 4 rows (LinearPhase::short_path).
+// 256 columns for each warp that has a tile, digits that are integers and need no sums, up to 4 rows (kShortX).
 // What remains is straight-line code with all loads side by side; the results are those of LinearBlock, bit for bit.
 #pragma once
 
@@ -150,20 +150,33 @@ struct ShortPath {
   }
 
   // x is the residual with what is added to it, in one chunk: residual = (residual + norm(add)) · add_scale.
-  __device__ __forceinline__ void add_to_residual() const {
-    if (p.add_norm && block.warp == kMatvecWarps - 1) make_factors();
-    if (has_tile()) add_to_columns();
-    if (!p.add_norm) return;
+  __device__ __forceinline__ void add_to_residual(bool near_x) const {
+    const bool add_norm = near_x || p.add_norm;
+    if (add_norm && block.warp == kMatvecWarps - 1) make_factors();
+    if (has_tile()) {
+      if (near_x) add_to_columns<true>();
+      else add_to_columns<false>();
+    }
+    if (!add_norm) return;
     __syncwarp();
     if (block.lane == 0) block.small->places[block.warp].factors ^= 1;
   }
+  // kNear: there is an AddNorm and a norm, and residual and weights are in shared memory.
+  template <bool kNear>
   __device__ __forceinline__ void add_to_columns() const {
+    const bool has_norm = kNear || p.has_norm, add_norm = kNear || p.add_norm;
+    float* const near_residual = reinterpret_cast<float*>(block.ring + block.args.residual_at);
     const int first_column = column(0);
     float4 weight[2];
-    const bool held = p.norm_held && block.args.vectors_at != 0;
-    const float* norm_weight = held ? block.held_vector() : p.norm_weight != nullptr && p.has_norm ? p.norm_weight + first_column : nullptr;
+    if (kNear) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) weight[i] = norm_weight != nullptr ? *reinterpret_cast<const float4*>(norm_weight + i * 128) : make_float4(1, 1, 1, 1);
+      for (int i = 0; i < 2; ++i) weight[i] = *reinterpret_cast<const float4*>(block.held_vector() + i * 128);
+    } else {
+      const bool held = p.norm_held && block.args.vectors_at != 0;
+      const float* norm_weight = held ? block.held_vector() : p.norm_weight != nullptr && has_norm ? p.norm_weight + first_column : nullptr;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) weight[i] = norm_weight != nullptr ? *reinterpret_cast<const float4*>(norm_weight + i * 128) : make_float4(1, 1, 1, 1);
+    }
     float4 v[2 * kLots];
     {
       const float* from[2 * kLots];
@@ -182,12 +195,13 @@ struct ShortPath {
 #pragma unroll
     for (int lot = 0; lot < kLots; ++lot) {
       const int row = row_at(lot);
-      const float* from = p.residual_in != nullptr ? p.residual_in + row * int64_t{p.residual_stride} + first_column : block.residual(row, first_column);
+      const float* own = near_residual + row * static_cast<int>(block.args.residual_cols) + first_column;
+      const float* from = kNear ? own : p.residual_in != nullptr ? p.residual_in + row * int64_t{p.residual_stride} + first_column : block.residual(row, first_column);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) x[lot][i] = v[2 * lot + i], residual[lot][i] = reinterpret_cast<const float4*>(from)[i * 32];
+      for (int i = 0; i < 2; ++i) x[lot][i] = v[2 * lot + i], residual[lot][i] = reinterpret_cast<const float4*>(kNear ? own : from)[i * 32];
     }
     float factor[kLots];
-    if (p.add_norm) {
+    if (add_norm) {
       barrier_wait(&block.small->has_factors, block.small->places[block.warp].factors);
 #pragma unroll
       for (int lot = 0; lot < kLots; ++lot) factor[lot] = block.small->factors[row_at(lot)];
@@ -197,7 +211,7 @@ struct ShortPath {
     for (int lot = 0; lot < kLots; ++lot) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float4 term = p.add_norm ? times(x[lot][i], factor[lot]) : x[lot][i];
+        const float4 term = add_norm ? times(x[lot][i], factor[lot]) : x[lot][i];
         x[lot][i] = times(plus(residual[lot][i], term), p.add_scale);
         squares[2 * lot + i] = dot(x[lot][i], x[lot][i], 0.0f);
       }
@@ -205,8 +219,12 @@ struct ShortPath {
 #pragma unroll
     for (int lot = 0; lot < kLots; ++lot)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) reinterpret_cast<float4*>(block.residual(row_at(lot), first_column))[i * 32] = x[lot][i];
-    if (p.has_norm) {
+      for (int i = 0; i < 2; ++i) {
+        float* own = near_residual + row_at(lot) * static_cast<int>(block.args.residual_cols) + first_column;
+        if (kNear) reinterpret_cast<float4*>(own)[i * 32] = x[lot][i];
+        else reinterpret_cast<float4*>(block.residual(row_at(lot), first_column))[i * 32] = x[lot][i];
+      }
+    if (has_norm) {
       const float sum = lane_sums<2 * kLots>(squares, block.lane);
       const int mine = block.lane * (2 * kLots) / 32;
       if (block.lane % (16 / kLots) == 0) block.norm_sums()[row_at(mine / 2) * block.args.sum_groups + block.warp * 2 + mine % 2] = sum;
@@ -217,7 +235,7 @@ struct ShortPath {
     for (int lot = 0; lot < kLots; ++lot)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        normed[2 * lot + i] = p.has_norm ? times(x[lot][i], weight[i]) : x[lot][i];
+        normed[2 * lot + i] = has_norm ? times(x[lot][i], weight[i]) : x[lot][i];
         index[2 * lot + i] = i * n_rows + row_at(lot);
       }
     write_digits(1, normed, index);

@@ -310,6 +310,8 @@ class LayoutBuilder {
     const auto lists = static_cast<int64_t>(plan.segments.size() + plan.single.size());
     layout_.decode_phases = add(MemoryKind::kInputs, "decode phases", plan.n_phases() * static_cast<int64_t>(sizeof(DecodePhase)));
     layout_.decode_streams = add(MemoryKind::kInputs, "decode streams", plan.n_phases() * static_cast<int64_t>(sizeof(WeightStream)));
+    if (device_.programmatic)
+      layout_.decode_maps = add(MemoryKind::kInputs, "decode tensor maps", static_cast<int64_t>(program_.caches.size()) * 2 * kTensorMapBytes);
     layout_.decode_flags = add(MemoryKind::kActivations, "decode flags", lists * kDecodeFlagWords * 4);
     size_t longest = 0;
     for (const DecodeSegment& segment : plan.segments) longest = std::max(longest, segment.phases.size());

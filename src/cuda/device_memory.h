@@ -85,6 +85,7 @@ struct MemoryLayout {
   int sample_values = -1, sample_scratch = -1, sampled = -1;
 
   DecodePlan decode;
+  int decode_maps = -1;             // [caches][keys, values] tensor maps (tensor_map.h), where the device has programmatic launches
   int decode_phases = -1, decode_streams = -1, decode_flags = -1, decode_timeline = -1;
   int decode_exchange = -1, decode_residual = -1, decode_partials = -1, decode_states = -1;
 };

@@ -142,10 +142,25 @@ BERYL_HOST_DEVICE inline bool tile_holds(DecodeTile tile, int position) {
   const int page = position / kPageTokens, slot = position % kPageTokens;
   return (page == tile.page && slot >= tile.begin && slot < tile.end) || (page == tile.older && slot >= tile.end);
 }
-// Rows of keys or values lie in shared memory without gaps; that eight neighbouring ones can be read at once, the 16-byte
-// pieces of each 128 bytes are in an order of their own. What to combine (xor) the offset of a byte with; it is the same for all of
-// a row. line_shift: the row's bytes are 1 << line_shift, or 128 if they are fewer.
-BERYL_HOST_DEVICE inline int row_order(int offset, int line_shift) { return (offset >> line_shift & 7) << 4; }
+
+// Keys or values of a tile lie in shared memory as the tensor copy engine leaves them: boxes of 16 rows; in a box the rows' first 128
+// bytes, then their second, ... (a shorter row is all of that). That eight neighbouring rows can be read at once, the 16-byte pieces of
+// each 128 bytes are in an order that comes from the address.
+inline constexpr int kBoxRows = 16, kBoxes = kPageTokens / kBoxRows;
+// Of a byte of a box's row, from the box's begin; the row has 1 << row_shift bytes.
+BERYL_HOST_DEVICE inline int box_offset(int row, int byte, int row_shift) {
+  return (byte >> 7) * (kBoxRows * 128) + (row << (row_shift < 7 ? row_shift : 7)) + (byte & 127);
+}
+BERYL_HOST_DEVICE inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70u); }
+
+// Where the rows of a box come from: from nowhere (no slot is live), whole from a page, or a slot at a time.
+enum class BoxSource { kNone, kPage, kOlder, kSlots };
+BERYL_HOST_DEVICE inline BoxSource box_source(int begin, int end, bool has_older, int box) {
+  const int first = box * kBoxRows, last = first + kBoxRows;
+  if (begin <= first && last <= end) return BoxSource::kPage;
+  if (has_older) return end <= first ? BoxSource::kOlder : BoxSource::kSlots;
+  return last <= begin || end <= first || end <= begin ? BoxSource::kNone : BoxSource::kSlots;
+}
 
 // How a row of logits is cut for the sampler: groups of neighbouring ids whose largest value is kept, so that the k
 // best are found by looking into k groups. At most kMaxSampleGroups of them.

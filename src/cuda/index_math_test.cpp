@@ -137,24 +137,55 @@ TEST(IndexMathTest, DecodeUnitsAreFewAndAlike) {
   EXPECT_EQ(decode_units(127, 100).count, 2) << "not all is live";
 }
 
-// Eight neighbouring rows are read 16 bytes each at a time: at eight places of a line of 128 bytes, whichever column it is; and
-// the order loses no byte.
-TEST(IndexMathTest, RowsInSharedMemoryAreReadWithoutConflicts) {
+// Eight neighbouring rows are read 16 bytes each at a time: at eight places of a line of 128 bytes, whichever column it is and wherever
+// the box begins; and no two bytes have the same place.
+TEST(IndexMathTest, RowsOfABoxAreReadWithoutConflicts) {
   for (int row_shift = 6; row_shift <= 10; ++row_shift) {
-    const int line_shift = std::max(row_shift, 7), n_bytes = 64 << row_shift;
-    std::vector<int> hits(static_cast<size_t>(n_bytes / 16), 0);
-    for (int at = 0; at < n_bytes; at += 16) ++hits[static_cast<size_t>((at ^ row_order(at, line_shift)) / 16)];
-    for (int count : hits) ASSERT_EQ(count, 1);
-    for (int row = 0; row < 64; row += 8)
-      for (int col = 0; col < 1 << row_shift; col += 16) {
-        uint32_t places = 0;
-        for (int i = 0; i < 8; ++i) {
-          const int at = ((row + i) << row_shift) + col, order = row_order((row + i) << row_shift, line_shift);
-          ASSERT_EQ(row_order(at, line_shift), order) << "the same for all of a row";
-          places |= 1u << (at ^ order) % 128 / 16;
+    for (const uint32_t begin : {0u, 128u, 15872u, 33792u}) {
+      std::vector<int> hits(static_cast<size_t>(kBoxRows << row_shift) / 16, 0);
+      for (int row = 0; row < kBoxRows; ++row) {
+        for (int col = 0; col < 1 << row_shift; col += 16) {
+          const uint32_t at = swizzled(begin + static_cast<uint32_t>(box_offset(row, col, row_shift)));
+          ASSERT_GE(at, begin / 1024 * 1024);
+          // Lines keep their place; within a line the order is of the address.
+          const uint32_t line = at / 128 - begin / 128;
+          ASSERT_LT(line * 8 + at % 128 / 16, hits.size());
+          ++hits[line * 8 + at % 128 / 16];
+          EXPECT_EQ(swizzled(begin + static_cast<uint32_t>(box_offset(row, col + 4, row_shift))), at + 4);
         }
-        ASSERT_EQ(places, 0xffu);
       }
+      for (int count : hits) ASSERT_EQ(count, 1);
+      for (int row = 0; row < kBoxRows; row += 8) {
+        for (int col = 0; col < 1 << row_shift; col += 16) {
+          uint32_t places = 0;
+          for (int i = 0; i < 8; ++i) places |= 1u << swizzled(begin + static_cast<uint32_t>(box_offset(row + i, col, row_shift))) % 128 / 16;
+          ASSERT_EQ(places, 0xffu);
+        }
+      }
+    }
+  }
+}
+
+// Against the slots themselves.
+TEST(IndexMathTest, ABoxComesWholeFromAPageOnlyIfAllOfItIsThere) {
+  for (int begin = 0; begin <= kPageTokens; ++begin) {
+    for (int end = begin; end <= kPageTokens; ++end) {
+      for (const bool has_older : {false, true}) {
+        if (has_older && begin > 0) continue;
+        for (int box = 0; box < kBoxes; ++box) {
+          int newer = 0, older = 0;
+          for (int slot = box * kBoxRows; slot < (box + 1) * kBoxRows; ++slot) {
+            if (slot >= begin && slot < end) ++newer;
+            else if (has_older && slot >= end) ++older;
+          }
+          const BoxSource expected = newer == kBoxRows       ? BoxSource::kPage
+                                     : older == kBoxRows     ? BoxSource::kOlder
+                                     : newer + older == 0    ? BoxSource::kNone
+                                                             : BoxSource::kSlots;
+          ASSERT_EQ(box_source(begin, end, has_older, box), expected) << begin << ' ' << end << ' ' << has_older << ' ' << box;
+        }
+      }
+    }
   }
 }
 

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) norm_rows_kernel(NormRowsArgs args) 
 }
 
 // Sums and results exactly as where the decode kernel has this op within a Linear: there a row tile of 16 outputs comes with the sum of
-// its squares and multiplied with the norm's weight, and a warp adds the sums (decode_linear_block.cuh: finish, add_factor).
+// its squares and multiplied with the norm's weight, and a warp adds the sums (decode_finish.cuh, decode_linear_block.cuh: add_factor).
 constexpr int kMaxSums = 8192;      // tiles of one norm
 
 // The factor of the norm from the sums of its tiles, in every lane of a warp.

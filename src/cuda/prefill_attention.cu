@@ -4,38 +4,19 @@
 
 #include "base/error.h"
 #include "cuda/prefill_attention.cuh"
+#include "cuda/tensor_map.h"
 
 namespace beryl::cuda {
 
 namespace {
 
-// The driver's function, found through the runtime: nothing is linked against the driver.
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found),
-          "looking for tensor maps");
-    if (found != cudaDriverEntryPointSuccess) throw Error(ErrorCode::kDevice, "the GPU driver has no tensor maps");
-    return reinterpret_cast<EncodeTiled>(pointer);
-  }();
-  return function;
-}
-
 // A pool of rows of one head, [rows][head_dim], as slabs of 64 columns, read in boxes of so many rows and slabs.
 CUtensorMap map_of(void* pool, int64_t rows, int head_dim, const int (&box)[2]) {
-  CUtensorMap map;
-  const cuuint64_t sizes[3] = {kSlabColumns, static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(head_dim / kSlabColumns)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_dim) * 2, kSlabRowBytes};
-  const cuuint32_t boxes[3] = {kSlabColumns, static_cast<cuuint32_t>(box[0]), static_cast<cuuint32_t>(box[1])};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, pool, sizes, strides, boxes, steps,
-                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) throw Error(ErrorCode::kDevice, "the GPU driver refused the tensor map of a cache");
-  return map;
+  return make_tensor_map(pool, {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                {kSlabColumns, rows, head_dim / kSlabColumns},
+                                int64_t{head_dim} * 2,
+                                kSlabRowBytes,
+                                {kSlabColumns, box[0], box[1]}});
 }
 
 bool is_multiple(RowsView rows, int floats) {

@@ -1,10 +1,12 @@
 // Launches of the decode kernel: the plan's phases with pointers, made once, and what a launch adds.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 
 #include "cuda/cuda_executor.h"
 #include "cuda/index_math.h"
+#include "cuda/tensor_map.h"
 
 namespace beryl::cuda {
 
@@ -30,15 +32,10 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   const auto* weights = buffers_.as<uint8_t>(piece.buffer);
   LinearPhase phase = {};
   const int n_blocks = device_.matvec.n_sms;
-  phase.stream = {weights,
-                  plan.unit_bytes,
-                  plan.n_units / n_blocks,
-                  plan.n_units % n_blocks,
-                  plan.n_stages,
-                  plan.stage_bytes,
-                  slot_stages(plan.format),
-                  plan.stage_tiles() * plan.n_chunks() * kTileRows,
-                  index % n_blocks};
+  const int unit_partials = plan.stage_tiles() * plan.n_chunks() * kTileRows;
+  const uint64_t inverse = ((uint64_t{1} << 32) + static_cast<uint64_t>(unit_partials) - 1) / static_cast<uint64_t>(unit_partials);
+  const WorkShare share = {plan.n_units / n_blocks, plan.n_units % n_blocks, index % n_blocks, static_cast<uint32_t>(inverse)};
+  phase.stream = {share, weights, plan.unit_bytes, plan.n_stages, plan.stage_bytes, slot_stages(plan.format), unit_partials};
   phase.row_scales = plan.scales_offset != 0 ? reinterpret_cast<const float*>(weights + plan.scales_offset) : nullptr;
   phase.x = phase_rows(planned.x, 0);
   phase.y = phase_rows(planned.y, piece.row_begin);
@@ -85,7 +82,16 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   phase.format = plan.format;
   phase.epilogue = planned.gate_only ? DecodeEpilogue::kStore : decode_epilogue(op.epilogue, piece.gated);
   phase.gated = piece.gated;
-  phase.short_path = phase.full && decode_takes_plain_integers(plan.format);
+  const bool adds = phase.residual && phase.add.values != nullptr;
+  uint32_t path = 0;
+  if (adds) path |= kAdds;
+  if (phase.full && decode_takes_plain_integers(plan.format) && (phase.residual ? adds && plan.n_chunks() == 1 : !phase.has_norm)) path |= kShortX;
+  if (plan.row_warps == 1 && plan.k_warps >= kMatvecWarps - 1 && plan.n_chunks() <= 4 &&
+      (phase.gated ? plan.n_chunks() == 1 : phase.epilogue == DecodeEpilogue::kStore))
+    path |= kShortFinish;
+  const TileShape tile = tile_shape(plan.format);
+  const int group_bytes = tile.columns == 64 || plan.format == Format::kFp8 ? 512 : 256;
+  phase.start = {share, plan.n_chunks(), phase.residual || phase.has_norm ? kNotAtOnce : plan.n_chunks() * x_chunk_bytes(1, group_bytes), path};
   return phase;
 }
 
@@ -96,6 +102,7 @@ AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned) const 
   phase.q = phase_rows(planned.x, 0);
   phase.out = phase_rows(planned.y, 0);
   phase.cache = cache_view(op.cache);
+  if (layout_.decode_maps >= 0) phase.maps = buffers_.as<uint8_t>(layout_.decode_maps) + int64_t{op.cache} * 2 * kTensorMapBytes;
   phase.table = token.table;
   phase.n_entries = token.n_entries;
   phase.n_heads = op.n_heads;
@@ -129,6 +136,23 @@ AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned) const 
   return phase;
 }
 
+// How the copy engine sees the caches that the decode kernel attends to.
+void CudaExecutor::send_cache_maps() {
+  if (layout_.decode_maps < 0) return;
+  std::vector<std::array<CUtensorMap, 2>> maps(program_.caches.size());
+  for (size_t i = 0; i < maps.size(); ++i) {
+    const CacheDecl& cache = program_.caches[i];
+    const auto group = static_cast<size_t>(cache.group);
+    if (!decode_attends(cache.head_dim, layout_.cache_element, program_.groups[group].window)) continue;
+    const CacheView view = cache_view(static_cast<int>(i));
+    const int64_t n_rows = int64_t{limits_.n_pages[group]} * cache.n_kv_heads * kPageTokens;
+    const int row_bytes = cache.head_dim * (layout_.cache_element == CacheElement::kFp8 ? 1 : 2);
+    maps[i] = {cache_tensor_map(view.keys, n_rows, row_bytes), cache_tensor_map(view.values, n_rows, row_bytes)};
+  }
+  check(cudaMemcpy(buffers_.as<uint8_t>(layout_.decode_maps), maps.data(), maps.size() * sizeof(maps[0]), cudaMemcpyHostToDevice),
+        "sending the caches' tensor maps");
+}
+
 // Phases and streams of all lists, one behind the other, to the device.
 void CudaExecutor::send_decode_phases() {
   std::vector<DecodePhase> phases;
@@ -149,9 +173,14 @@ void CudaExecutor::send_decode_phases() {
         phase.kind = planned.kind;
         if (planned.kind == PhaseKind::kLinear) {
           LinearPhase& linear = phase.linear = linear_phase(planned, index++);
-          linear.norm_held = after_linear && linear.short_path && linear.n_chunks == 1 && linear.residual && linear.add.values != nullptr &&
-                             linear.norm_weight != nullptr;
-          needs.holds_vectors |= linear.norm_held;
+          linear.norm_held = after_linear && (linear.start.path & kShortX) != 0 && linear.residual && linear.has_norm && linear.norm_weight != nullptr;
+          if (linear.norm_held) {
+            if (linear.add_norm && linear.residual_in == nullptr) linear.start.path |= kNearX;
+            LinearPhase& before = phases.back().linear;
+            before.next_norm = linear.norm_weight;
+            before.next_k_warps = linear.k_warps;
+            needs.holds_vectors = true;
+          }
           if (linear.residual) needs.residual_cols = static_cast<int>(layout_.decode.residual_cols);
           after_linear = true;
           streams.push_back(phase.linear.stream);
@@ -182,6 +211,7 @@ void CudaExecutor::send_decode_phases() {
   add(layout_.decode.single, decode_single_);
   BERYL_CHECK(static_cast<int>(phases.size()) == layout_.decode.n_phases(), "as many phases as were planned");
   if (phases.empty()) return;
+  send_cache_maps();
   check(cudaMemcpy(buffers_.as<DecodePhase>(layout_.decode_phases), phases.data(), phases.size() * sizeof(phases[0]), cudaMemcpyHostToDevice),
         "sending the decode phases");
   check(cudaMemcpy(buffers_.as<WeightStream>(layout_.decode_streams), streams.data(), streams.size() * sizeof(streams[0]), cudaMemcpyHostToDevice),

@@ -1,5 +1,5 @@
 // One reply: prefill the prompt in chunks, then decode until something ends it. For programs that serve one person;
-// many requests at once are the scheduler's.
+// many requests at once are the engine's (engine.h).
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,10 @@
 #include <span>
 #include <vector>
 
+#include "engine/request.h"
 #include "engine/stepper.h"
 
 namespace beryl {
-
-enum class FinishReason : uint8_t {
-  kStop,        // a stop id was sampled (it is not in the reply)
-  kLength,      // max_new tokens
-  kContext,     // the context is full
-  kCancelled,   // on_token returned false, or cancelled() true; then the reply is empty and the prompt read in part
-  kFailed,      // the logits held NaN or infinity, or every token was banned
-};
 
 struct GenerateRequest {
   std::vector<int32_t> prompt;          // at least one id; appended to what the sequence holds
@@ -26,10 +19,11 @@ struct GenerateRequest {
   int64_t max_new = INT64_MAX;          // 0: the prompt is read, nothing is sampled
   SampleParams sampling;
   std::vector<int32_t> stop_ids;
-  std::function<bool()> cancelled;      // asked before each chunk of the prompt; may be empty
+  std::function<bool()> cancelled = {}; // asked before each chunk of the prompt; may be empty
 };
 
 struct GenerateResult {
+  // kCancelled: on_token returned false, or cancelled() true; then the reply is empty and the prompt read in part.
   FinishReason finish = FinishReason::kStop;
   std::vector<int32_t> reply;           // without the stop id
   std::vector<int32_t> unseen;          // the last sampled id, not yet read by a step: a continuation begins with it

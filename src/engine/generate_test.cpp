@@ -300,35 +300,43 @@ TEST_P(GenerateTest, BanningEveryTokenFailsTheReply) {
   EXPECT_TRUE(result.reply.empty());
 }
 
-// Both backends: near ties apart, which rounding decides, the largest logit is the same token.
+// Reference and CPU: near ties apart, which rounding decides, the largest logit is the same token. The golden weights are BF16, so the CPU's
+// operands are too, unless it is exact; Gemma 4's golden README has bf16 runs off by up to 0.2.
 class BothBackendsTest : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Golden, BothBackendsTest, testing::ValuesIn(test::golden_models()),
                          [](const auto& info) { return info.param; });
 
 TEST_P(BothBackendsTest, ChooseTheSameTokens) {
-  constexpr float kMargin = 1e-3f;
+  struct Way {
+    std::unique_ptr<Backend> backend;
+    float margin;
+    int least_clear;
+  };
   const Model model = open_model(test::golden_folder(GetParam()));
   const Ids ids = random_ids(3 * 64 + 7, 10);
-  std::vector<float> logits[2];
-  for (int i = 0; i < 2; ++i) {
-    const std::unique_ptr<Backend> backend = test::host_backend(i == 0 ? "reference" : "cpu");
-    Stepper stepper(model.program, run_limits(256, 64), *backend);
-    logits[i] = test::feed(stepper, 0, ids, 64);
-  }
+  const auto logits_on = [&](Backend& backend) {
+    Stepper stepper(model.program, run_limits(256, 64), backend);
+    return test::feed(stepper, 0, ids, 64);
+  };
+  const std::vector<float> reference = logits_on(*test::host_backend("reference"));
+  Way ways[] = {{make_cpu_backend(2, CpuPrecision::kExact), 1e-3f, 190}, {make_cpu_backend(2), 0.2f, 50}};
   const auto vocab = static_cast<int64_t>(model.program.vocab);
-  int n_clear = 0;
-  for (size_t row = 0; row < ids.size(); ++row) {
-    const auto exact = logits[0].begin() + static_cast<int64_t>(row) * vocab,
-               fast = logits[1].begin() + static_cast<int64_t>(row) * vocab;
-    const auto best = std::max_element(exact, exact + vocab) - exact;
-    float second = -std::numeric_limits<float>::infinity();
-    for (int64_t id = 0; id < vocab; ++id)
-      if (id != best) second = std::max(second, exact[id]);
-    if (exact[best] - second < kMargin) continue;
-    ++n_clear;
-    EXPECT_EQ(std::max_element(fast, fast + vocab) - fast, best) << "position " << row;
+  for (Way& way : ways) {
+    SCOPED_TRACE(way.backend->name());
+    const std::vector<float> logits = logits_on(*way.backend);
+    int n_clear = 0;
+    for (size_t row = 0; row < ids.size(); ++row) {
+      const auto exact = reference.begin() + static_cast<int64_t>(row) * vocab, own = logits.begin() + static_cast<int64_t>(row) * vocab;
+      const auto best = std::max_element(exact, exact + vocab) - exact;
+      float second = -std::numeric_limits<float>::infinity();
+      for (int64_t id = 0; id < vocab; ++id)
+        if (id != best) second = std::max(second, exact[id]);
+      if (exact[best] - second < way.margin) continue;
+      ++n_clear;
+      EXPECT_EQ(std::max_element(own, own + vocab) - own, best) << "position " << row;
+    }
+    EXPECT_GT(n_clear, way.least_clear);
   }
-  EXPECT_GT(n_clear, 190);
 }
 
 }  // namespace

@@ -15,6 +15,12 @@ std::unique_ptr<Executor> prepare(const Program& program, const RunLimits& run, 
   return backend.prepare(program, limits);
 }
 
+std::vector<int> windows_of(const Program& program) {
+  std::vector<int> windows;
+  for (const PageGroup& group : program.groups) windows.push_back(group.window);
+  return windows;
+}
+
 }  // namespace
 
 Stepper::Stepper(const Program& program, const RunLimits& run, Backend& backend)
@@ -22,7 +28,7 @@ Stepper::Stepper(const Program& program, const RunLimits& run, Backend& backend)
       run_(run),
       limits_(limits_for(program, run)),
       executor_(prepare(program, run, limits_, backend)),
-      pages_(limits_),
+      pages_(limits_, windows_of(program)),
       lengths_(static_cast<size_t>(run.n_sequences), 0),
       written_(static_cast<size_t>(run.n_sequences), 0) {}
 
@@ -33,6 +39,20 @@ void Stepper::reset(int sequence) {
   advancing_.clear();   // the uploaded tables name pages that are free now
 }
 
+PrefixMatch Stepper::adopt(int sequence, std::span<const int32_t> ids) {
+  const PrefixMatch match = pages_.adopt(sequence, ids);
+  const auto index = static_cast<size_t>(sequence);
+  lengths_[index] = written_[index] = match.n_tokens;
+  advancing_.clear();
+  return match;
+}
+
+void Stepper::commit(int sequence, std::span<const int32_t> ids) {
+  BERYL_CHECK(run_.shares_pages, "pages are shared where the run was made for it");
+  BERYL_CHECK(static_cast<int64_t>(ids.size()) == length(sequence), "all ids that the sequence holds are committed");
+  pages_.commit(sequence, ids);
+}
+
 bool Stepper::rewind(int sequence, int64_t length) {
   const auto index = static_cast<size_t>(sequence);
   BERYL_CHECK(length >= 0 && length <= lengths_[index], "rewinding goes back");
@@ -40,7 +60,8 @@ bool Stepper::rewind(int sequence, int64_t length) {
     const int window = program_.groups[group].window;
     if (window == 0) continue;
     // A slot belongs to the last position written to it; the next token reads back to here.
-    const int64_t first_read = std::max<int64_t>(0, length - window + 1);
+    int64_t first_read = std::max<int64_t>(0, length - window + 1);
+    if (run_.shares_pages) first_read -= kPageTokens - 1;   // a whole page went
     if (first_read + int64_t{limits_.n_entries[group]} * kPageTokens < written_[index]) return false;
   }
   lengths_[index] = length;
@@ -87,6 +108,7 @@ void Stepper::set_rows(std::span<const SequenceRows> rows) {
   }
   if (!advances) advancing_.clear();
   input_.tables = pages_.tables();
+  uploaded_tables_ = pages_.version();
   executor_->set_input(input_);
   for (const SequenceRows& each : rows) {
     const auto index = static_cast<size_t>(each.sequence);
@@ -100,6 +122,19 @@ void Stepper::run(std::span<const SequenceRows> rows, OpRange range) {
   // Advance is the last op; it makes sense only for steps of decode rows.
   if (advancing_.empty()) range.end = std::min(range.end, program_.ops.size() - 1);
   executor_->run(range);
+}
+
+bool Stepper::can_advance(std::span<const int> sequences) const {
+  if (advancing_.empty() || !std::ranges::equal(sequences, advancing_) || uploaded_tables_ != pages_.version()) return false;
+  for (int sequence : sequences) {
+    if (length(sequence) >= run_.context) return false;
+    for (size_t group = 0; group < limits_.n_entries.size(); ++group) {
+      const int n_entries = limits_.n_entries[group];
+      if (input_.tables[group][static_cast<size_t>(sequence * n_entries + page_entry(length(sequence), n_entries))] < 0)
+        return false;
+    }
+  }
+  return true;
 }
 
 void Stepper::advance() {

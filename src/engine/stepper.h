@@ -37,6 +37,17 @@ class Stepper {
   [[nodiscard]] bool reserve(int sequence, int64_t end) { return end <= run_.context && pages_.reserve(sequence, end); }
   // Forgets a sequence and frees its pages.
   void reset(int sequence);
+
+  // Pages that sequences share (page_table.h). What the caches hold of a text:
+  PrefixMatch match(std::span<const int32_t> ids) const { return pages_.match(ids); }
+  // The same, and an empty sequence begins with it: its length is then n_tokens.
+  PrefixMatch adopt(int sequence, std::span<const int32_t> ids);
+  // The sequence's ids, all that it holds and no draft among them: later sequences may adopt them. It can not be rewound to
+  // before them then.
+  void commit(int sequence, std::span<const int32_t> ids);
+  void keep_window(int sequence, int64_t position) { pages_.keep_window(sequence, position); }
+  void hide_prefix(int sequence) { pages_.hide_prefix(sequence); }
+  const PageTables& pages() const { return pages_; }
   // Forgets a sequence's positions from `length` on and keeps its pages. False, and nothing is changed, when a sliding layer has
   // written over what the next token would read: after no more than a chunk's positions it never has.
   [[nodiscard]] bool rewind(int sequence, int64_t length);
@@ -48,6 +59,8 @@ class Stepper {
   void run_ops(OpRange range) { executor_->run(range); }
   // After a step of one sampled row a sequence: the next one, fed by what was sampled, with no host work.
   void advance();
+  // Whether the last step was one of these sequences, in this order, and the device has all that the next needs.
+  bool can_advance(std::span<const int> sequences) const;
 
   std::vector<Sampled> samples() { return executor_->samples(); }
   Executor& executor() { return *executor_; }
@@ -63,6 +76,7 @@ class Stepper {
   std::vector<int64_t> written_;   // a sequence's longest length since its reset: what rewinding must look at
   std::vector<int> advancing_;   // sequences of the last step, when it can be advanced
   StepInput input_;              // kept, so that decoding allocates nothing
+  uint64_t uploaded_tables_ = 0;   // PageTables::version of input_
 };
 
 }  // namespace beryl

@@ -11,6 +11,7 @@ namespace beryl {
 StepLimits limits_for(const Program& program, const RunLimits& run) {
   BERYL_CHECK(run.context >= 1 && run.chunk_tokens >= 1 && run.n_sequences >= 1 && run.n_outputs >= 1,
               "positive limits");
+  BERYL_CHECK(run.cache_tokens == 0 || run.cache_tokens >= run.context, "the caches hold one whole context at least");
   StepLimits limits;
   limits.max_sequences = run.n_sequences;
   limits.max_tokens = run.step_tokens > 0 ? run.step_tokens : std::max(run.chunk_tokens, run.n_sequences);
@@ -18,13 +19,18 @@ StepLimits limits_for(const Program& program, const RunLimits& run) {
   limits.cache_type = run.cache_type;
   const int64_t global_entries = (run.context + kPageTokens - 1) / kPageTokens;
   for (const PageGroup& group : program.groups) {
-    int64_t entries = global_entries;
+    int64_t entries = global_entries, n_pages = entries * run.n_sequences;
     if (group.window > 0) {
       const int64_t live = int64_t{group.window} - 1 + run.chunk_tokens;
-      entries = std::min(entries, (live + kPageTokens - 1) / kPageTokens);
+      entries = std::min(entries, run.shares_pages ? (live + kPageTokens - 2) / kPageTokens + 1
+                                                   : (live + kPageTokens - 1) / kPageTokens);
+      const int64_t kept = (group.window + kPageTokens - 2) / kPageTokens;   // whole pages, which end where texts part
+      n_pages = entries * run.n_sequences + std::min(entries, kept) * run.kept_windows;
+    } else if (run.cache_tokens > 0) {
+      n_pages = (run.cache_tokens + kPageTokens - 1) / kPageTokens;
     }
     limits.n_entries.push_back(static_cast<int>(entries));
-    limits.n_pages.push_back(static_cast<int>(entries * run.n_sequences));
+    limits.n_pages.push_back(static_cast<int>(n_pages));
   }
   return limits;
 }

@@ -56,6 +56,36 @@ TEST(MemoryPlanTest, TheRingHoldsEveryLiveKeyOfEveryChunk) {
     }
 }
 
+TEST(MemoryPlanTest, ARingOfSharedPagesHasEveryPageThatAChunkTouches) {
+  for (int window : kLengths)
+    for (int chunk : kLengths) {
+      RunLimits run;
+      run.context = 1 << 20;
+      run.chunk_tokens = chunk;
+      run.shares_pages = true;
+      run.n_sequences = 3;
+      const StepLimits limits = limits_of(window, run);
+      int64_t most = 0;
+      for (int64_t begin = 1024; begin < 1024 + 2 * kPageTokens; ++begin)
+        most = std::max(most, (begin + chunk - 1) / kPageTokens - (begin - window + 1) / kPageTokens + 1);
+      EXPECT_EQ(limits.n_entries[0], most) << "window " << window << " chunk " << chunk;
+      EXPECT_EQ(limits.n_pages[0], 3 * most);
+      run.kept_windows = 2;   // the whole pages before a text's whole pages' end that its next token reads
+      const int64_t kept = (20 * kPageTokens - 1) / kPageTokens - (20 * kPageTokens - window + 1) / kPageTokens + 1;
+      EXPECT_EQ(limits_of(window, run).n_pages[0], 3 * most + 2 * std::min(most, window == 1 ? 0 : kept));
+    }
+}
+
+TEST(MemoryPlanTest, AllSequencesMayShareWhatTheCachesHold) {
+  RunLimits run;
+  run.context = 1000;
+  run.n_sequences = 5;
+  run.cache_tokens = 2500;
+  EXPECT_EQ(limits_of(0, run).n_entries[0], 16);
+  EXPECT_EQ(limits_of(0, run).n_pages[0], 40);
+  EXPECT_EQ(limits_of(100, run).n_pages[0], 5 * limits_of(100, run).n_entries[0]);
+}
+
 TEST(MemoryPlanTest, AContextShorterThanTheRingTakesNoMoreThanItself) {
   for (int64_t context : {1, 63, 64, 65, 200, 1000}) {
     RunLimits run;

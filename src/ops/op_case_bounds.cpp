@@ -85,6 +85,7 @@ class Expecter {
       : data_(data), program_(data.program), limits_(limits), input_(input), rows_(rows), cache_(cache),
         u_activation_(tolerance.activation_roundoff), u_cache_(tolerance.cache_roundoff),
         u_sum_(tolerance.accumulate_roundoff), fixed_point_(tolerance.operand_fixed_point), integer_step_(tolerance.integer_step),
+        u_bf16_operand_(tolerance.bf16_operand_roundoff),
         u_weight_(tolerance.weight_roundoff), u_prompt_(tolerance.prompt_roundoff), exact_rows_(tolerance.exact_rows) {
     // Of gelu, silu and their kind, relative to the argument: a few roundings, and where activations are coarse a
     // hardware approximation that is still finer than they are.
@@ -427,16 +428,18 @@ class Expecter {
     return h;
   }
 
-  // may_be_integer: a backend may multiply integer codes with x in integers.
+  // may_be_coarse: a backend may multiply integer codes with x in integers, and BF16 with x in bf16.
   Product product(MatrixRef ref, size_t part, int64_t expert, const Operand& h, int64_t count, bool is_prompt = false,
-                  bool may_be_integer = true) const {
+                  bool may_be_coarse = true) const {
     const HostMatrix& matrix = program_.matrix(ref).parts[part];
     const auto cols = static_cast<size_t>(matrix.cols), rows = static_cast<size_t>(matrix.rows);
     // A product's own roundings: code times scale, plus min, times x.
     const double relative = 4 * u_sum_ + narrowing(matrix.format) + (is_prompt ? (matrix.format == Format::kBf16 ? 0x1p-8 : 2 * 0x1p-11) : 0);
     Values uncertain(h.values.size());
     for (size_t i = 0; i < uncertain.size(); ++i) uncertain[i] = h.errors[i] + relative * std::abs(h.values[i]);
-    if (may_be_integer && integer_step_ > 0 && has_integer_codes(matrix.format))
+    if (may_be_coarse && matrix.format == Format::kBf16)
+      for (size_t i = 0; i < uncertain.size(); ++i) uncertain[i] += u_bf16_operand_ * std::abs(h.values[i]);
+    if (may_be_coarse && integer_step_ > 0 && has_integer_codes(matrix.format))
       for (size_t begin = 0; begin < uncertain.size(); begin += kIntegerGroup) {   // such rows are whole groups
         double largest = 0;
         for (size_t i = begin; i < begin + kIntegerGroup; ++i) largest = std::max(largest, std::abs(h.values[i]));
@@ -542,7 +545,7 @@ class Expecter {
   const StepInput& input_;
   const std::vector<std::vector<float>>& rows_;
   const CacheImage& cache_;
-  double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_weight_, u_prompt_, u_function_;
+  double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_bf16_operand_, u_weight_, u_prompt_, u_function_;
   int exact_rows_;
 };
 

@@ -31,6 +31,7 @@ struct Tolerance {
   double operand_fixed_point = 0;         // half a step of x in fixed point, relative to the row's largest |x|
   double integer_step = 0;                // half a step of x in products with integer codes (Linear and Experts), relative to
                                           // the largest |x| of its 32 columns
+  double bf16_operand_roundoff = 0;       // of x in products with BF16 weights (Linear and Experts)
   double weight_roundoff = 0;             // f32 and f16 matrices that the backend keeps in a narrower type
   // Linear with more rows than this rounds x and weights to f16, where weights are BF16 x to bf16. Attention rounds q and
   // the softmax's weights by prompt_roundoff.

@@ -1,0 +1,72 @@
+// What is asked of the engine, and what it tells of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ops/step_input.h"
+
+namespace beryl {
+
+enum class FinishReason : uint8_t {
+  kStop,        // a stop id was sampled (it is not in the reply)
+  kLength,      // max_new tokens
+  kContext,     // the context is full
+  kCancelled,   // whoever asked wants no more
+  kFailed,      // the logits held NaN or infinity, every token was banned, or the device failed
+};
+
+// What may come next, by a grammar. Belongs to one request, used on the engine's thread only.
+class TokenConstraint {
+ public:
+  virtual ~TokenConstraint() = default;
+  // Bit id % 32 of word id / 32: the id may come next. All words are zero; false: everything may, mask is not looked at.
+  virtual bool fill(std::vector<uint32_t>& mask) = 0;
+  // This id came; stop ids too.
+  virtual void accept(int32_t id) = 0;
+};
+
+struct Request {
+  std::vector<int32_t> prompt;          // at least one id
+  int64_t max_new = INT64_MAX;          // 0: nothing is computed
+  SampleParams sampling;                // allowed: null, see constraint
+  std::vector<int32_t> stop_ids;
+  std::unique_ptr<TokenConstraint> constraint = nullptr;   // null: none
+  bool reuse_prefix = true;
+  bool draft = true;                    // where it pays; never with penalties or a constraint, whose rows depend on those before
+};
+
+// Why no more of a prompt was found in the caches.
+enum class ReuseLimit : uint8_t {
+  kWhole,       // all of it but its last page
+  kUnknown,     // the text goes on otherwise than all that the caches hold; so it does where it was given up for other requests
+  kWindow,      // more is known, but sliding layers have let the window before its end go
+  kOff,         // the request did not want any
+};
+
+struct RequestTimings {
+  double queue_seconds = 0;             // until it was let in
+  double prefill_seconds = 0;           // from then until the first token was sampled
+  double decode_seconds = 0;            // for all tokens after the first
+  int64_t prompt_tokens = 0;
+  int64_t reused_tokens = 0;            // of the prompt
+  ReuseLimit reuse_limit = ReuseLimit::kUnknown;
+  int64_t known_tokens = 0;             // with kWindow: so many would have been there
+  int64_t reply_tokens = 0;             // stop id included
+  int64_t decode_steps = 0;             // that made all tokens after the first
+  int64_t drafted_tokens = 0;           // guesses that were checked
+  int64_t accepted_tokens = 0;          // of these, came true
+  int64_t preemptions = 0;              // times it was put back
+  int64_t recomputed_tokens = 0;        // because of that
+};
+
+struct RequestResult {
+  FinishReason finish = FinishReason::kStop;
+  int32_t stop_id = -1;                 // kStop: which
+  std::string error;                    // kFailed: one line
+  RequestTimings timings;
+};
+
+}  // namespace beryl

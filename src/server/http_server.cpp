@@ -1,0 +1,214 @@
+#include "server/http_server.h"
+
+#include <microhttpd.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include "base/error.h"
+
+namespace beryl::server {
+namespace {
+
+// A body beyond the limit is read and dropped up to here, so that its sender hears the answer; then it is cut off.
+constexpr uint64_t kDroppedBytes = 64 << 20;
+
+// A listening socket, and the port that it got.
+int listen_on(const std::string& host, int port, int& bound_port) {
+  addrinfo hints = {};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  if (const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found); error != 0)
+    throw Error(ErrorCode::kIo, fmt::format("--host {}: {}", host, gai_strerror(error)));
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
+  const int listener = socket(addresses->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int on = 1;
+  if (listener >= 0) setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (listener < 0 || bind(listener, addresses->ai_addr, addresses->ai_addrlen) != 0 || listen(listener, 128) != 0) {
+    const int error = errno;
+    if (listener >= 0) close(listener);
+    throw Error(ErrorCode::kIo, fmt::format("{}:{} can not be listened on: {}", host, port, std::strerror(error)));
+  }
+  sockaddr_storage address = {};
+  socklen_t length = sizeof address;
+  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
+  bound_port = ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
+                                                   : reinterpret_cast<sockaddr_in&>(address).sin_port);
+  return listener;
+}
+
+std::string lower(std::string_view text) {
+  std::string result(text);
+  std::transform(result.begin(), result.end(), result.begin(),
+                 [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; });
+  return result;
+}
+
+bool is_closed(int socket) {
+  pollfd state = {socket, POLLRDHUP, 0};
+  return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
+}
+
+// One request and its reply; lives until the reply has been sent.
+struct Exchange {
+  HttpRequest request;
+  bool too_large = false;
+  uint64_t n_body_bytes = 0;
+};
+
+struct Stream {
+  std::function<bool(std::string&)> source;
+  std::function<bool()> client_gone;
+  std::string pending;
+  size_t n_sent = 0;       // of pending
+  bool ended = false;
+};
+
+}  // namespace
+
+struct HttpCallbacks {
+  static MHD_Result header(void* exchange, MHD_ValueKind, const char* name, const char* value) {
+    static_cast<Exchange*>(exchange)->request.headers[lower(name)] = value == nullptr ? "" : value;
+    return MHD_YES;
+  }
+
+  static void connection(void* self, MHD_Connection*, void**, MHD_ConnectionNotificationCode code) {
+    static_cast<HttpServer*>(self)->n_connections_ += code == MHD_CONNECTION_NOTIFY_STARTED ? 1 : -1;
+  }
+
+  static void completed(void* self, MHD_Connection*, void** context, MHD_RequestTerminationCode) {
+    if (*context == nullptr) return;
+    delete static_cast<Exchange*>(*context);
+    *context = nullptr;
+    --static_cast<HttpServer*>(self)->n_active_;
+  }
+
+  static ssize_t read_stream(void* context, uint64_t, char* out, size_t room) {
+    auto& stream = *static_cast<Stream*>(context);
+    try {
+      while (stream.n_sent == stream.pending.size()) {
+        if (stream.ended) return MHD_CONTENT_READER_END_OF_STREAM;
+        if (stream.client_gone()) return MHD_CONTENT_READER_END_WITH_ERROR;
+        stream.pending.clear();
+        stream.n_sent = 0;
+        stream.ended = !stream.source(stream.pending);
+      }
+    } catch (const std::exception&) {
+      return MHD_CONTENT_READER_END_WITH_ERROR;
+    }
+    const size_t n = std::min(room, stream.pending.size() - stream.n_sent);
+    std::memcpy(out, stream.pending.data() + stream.n_sent, n);
+    stream.n_sent += n;
+    return static_cast<ssize_t>(n);
+  }
+  static void free_stream(void* context) { delete static_cast<Stream*>(context); }
+
+  static MHD_Result send(MHD_Connection* connection, HttpResponse response, const std::function<bool()>& client_gone) {
+    MHD_Response* reply = nullptr;
+    if (response.stream) {
+      auto stream = std::make_unique<Stream>(Stream{std::move(response.stream), client_gone, {}, 0, false});
+      reply = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16 << 10, &read_stream, stream.get(), &free_stream);
+      if (reply != nullptr) stream.release();
+    } else {
+      reply = MHD_create_response_from_buffer(response.body.size(), response.body.data(), MHD_RESPMEM_MUST_COPY);
+    }
+    if (reply == nullptr) return MHD_NO;
+    if (response.status != 204) MHD_add_response_header(reply, "Content-Type", response.content_type.c_str());
+    for (const auto& [name, value] : response.headers) MHD_add_response_header(reply, name.c_str(), value.c_str());
+    const MHD_Result queued = MHD_queue_response(connection, static_cast<unsigned>(response.status), reply);
+    MHD_destroy_response(reply);
+    return queued;
+  }
+
+  static MHD_Result access(void* context, MHD_Connection* connection, const char* url, const char* method, const char*,
+                           const char* data, size_t* n_data, void** state) {
+    auto& self = *static_cast<HttpServer*>(context);
+    try {
+      return access(self, connection, url, method, data, n_data, state);
+    } catch (const std::exception&) {
+      return MHD_NO;   // no memory: the connection closes
+    }
+  }
+
+  static MHD_Result access(HttpServer& self, MHD_Connection* connection, const char* url, const char* method, const char* data,
+                           size_t* n_data, void** state) {
+    if (*state == nullptr) {
+      // The header alone is there.
+      auto exchange = std::make_unique<Exchange>();
+      exchange->request.method = method;
+      exchange->request.path = url;
+      MHD_get_connection_values(connection, MHD_HEADER_KIND, &header, exchange.get());
+      const int socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
+      exchange->request.client_gone = [socket] { return is_closed(socket); };
+      exchange->request.busy = self.n_connections_ > self.limits_.max_connections;
+      const std::string_view length = exchange->request.header("content-length");
+      uint64_t n_bytes = 0;
+      std::from_chars(length.data(), length.data() + length.size(), n_bytes);
+      exchange->too_large = n_bytes > self.limits_.max_body_bytes;
+      const bool cut_off = n_bytes > self.limits_.max_body_bytes + kDroppedBytes;
+      *state = exchange.release();
+      ++self.n_active_;
+      return cut_off ? send(connection, self.too_large_(), {}) : MHD_YES;
+    }
+    auto& exchange = *static_cast<Exchange*>(*state);
+    if (*n_data > 0) {
+      exchange.n_body_bytes += *n_data;
+      if (exchange.n_body_bytes > self.limits_.max_body_bytes) {
+        exchange.too_large = true;
+        exchange.request.body = std::string();
+        if (exchange.n_body_bytes > self.limits_.max_body_bytes + kDroppedBytes) return MHD_NO;
+      } else if (!exchange.too_large) {
+        exchange.request.body.append(data, *n_data);
+      }
+      *n_data = 0;
+      return MHD_YES;
+    }
+    if (exchange.too_large) return send(connection, self.too_large_(), {});
+    return send(connection, self.handler_(exchange.request), exchange.request.client_gone);
+  }
+};
+
+HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limits, Handler handler,
+                       std::function<HttpResponse()> too_large)
+    : limits_(limits), handler_(std::move(handler)), too_large_(std::move(too_large)) {
+  listener_ = listen_on(host, port, port_);
+  // Some connections more than wanted, which hear that they should come back.
+  const int n_connections = limits.max_connections + limits.max_connections / 4 + 8;
+  daemon_ = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, nullptr,
+                             nullptr, &HttpCallbacks::access, this,
+                             MHD_OPTION_LISTEN_SOCKET, listener_,
+                             MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(n_connections),
+                             MHD_OPTION_CONNECTION_MEMORY_LIMIT, limits.max_header_bytes,
+                             MHD_OPTION_CONNECTION_TIMEOUT, static_cast<unsigned>(limits.idle_seconds),
+                             MHD_OPTION_NOTIFY_COMPLETED, &HttpCallbacks::completed, this,
+                             MHD_OPTION_NOTIFY_CONNECTION, &HttpCallbacks::connection, this, MHD_OPTION_END);
+  if (daemon_ == nullptr) {
+    close(listener_);
+    throw Error(ErrorCode::kIo, fmt::format("{}:{}: the HTTP server could not be started", host, port));
+  }
+}
+
+void HttpServer::stop_accepting() {
+  if (listener_ < 0) return;
+  if (MHD_quiesce_daemon(daemon_) != MHD_INVALID_SOCKET) close(listener_);
+  listener_ = -1;
+}
+
+HttpServer::~HttpServer() {
+  stop_accepting();
+  MHD_stop_daemon(daemon_);
+}
+
+}  // namespace beryl::server

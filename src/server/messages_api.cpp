@@ -1,0 +1,274 @@
+// POST /v1/messages and /v1/messages/count_tokens: Anthropic's API. Its messages become OpenAI's, its reply is made of blocks.
+#include <fmt/format.h>
+
+#include "server/api.h"
+#include "server/conversation.h"
+#include "weights/quote.h"
+
+namespace beryl::server {
+namespace {
+
+constexpr size_t kMaxStops = 16;
+
+struct Message {
+  explicit Message(const ServedModel& served) : model(served) {}
+
+  const ServedModel& model;
+  Generation generation;
+  std::string id = random_id("msg_");
+  std::vector<Reply> replies;    // one
+  // Of a stream: the block that is open, none: -1, and how many there were.
+  enum class Block : uint8_t { kNone, kThinking, kText } block = Block::kNone;
+  int n_blocks = 0;
+};
+
+[[noreturn]] void refuse(const std::string& where, const std::string& what) {
+  throw ApiError(400, fmt::format("'{}' {}", where, what), where);
+}
+
+// A text, or blocks of type text.
+std::string text_of(const Json& value, const std::string& where) {
+  if (value.is_string()) return value.get<std::string>();
+  if (!value.is_array()) refuse(where, fmt::format("is {}, a text or an array of blocks was expected", in_words(value)));
+  std::string text;
+  for (const Json& block : value) {
+    if (!block.is_object()) refuse(where, fmt::format("holds {}, blocks were expected", in_words(block)));
+    const Fields fields(block, where + ".");
+    if (fields.required_string("type") != "text") refuse(where, fmt::format("holds a block of type {}, only texts can be read here", in_words(block["type"])));
+    text += fields.required_string("text");
+  }
+  return text;
+}
+
+// One message's blocks as OpenAI's messages: results of tools first, then the rest.
+void add_blocks(const std::string& role, const Json& content, const std::string& where, Json& messages) {
+  std::string text, reasoning;
+  Json calls = Json::array();
+  for (const Json& block : content) {
+    if (!block.is_object()) refuse(where, fmt::format("holds {}, blocks were expected", in_words(block)));
+    const Fields fields(block, where + ".");
+    const std::string type = fields.required_string("type");
+    if (type == "text") {
+      text += fields.required_string("text");
+    } else if (type == "thinking" && role == "assistant") {
+      reasoning += fields.required_string("thinking");
+    } else if (type == "redacted_thinking" && role == "assistant") {
+      continue;   // nobody can read it
+    } else if (type == "tool_use" && role == "assistant") {
+      const Json* input = fields.object("input");
+      calls.push_back({{"id", fields.required_string("id")},
+                       {"type", "function"},
+                       {"function", {{"name", fields.required_string("name")}, {"arguments", to_line(input == nullptr ? Json::object() : *input)}}}});
+    } else if (type == "tool_result" && role == "user") {
+      const Json* result = fields.find("content");
+      messages.push_back({{"role", "tool"},
+                          {"tool_call_id", fields.required_string("tool_use_id")},
+                          {"content", result == nullptr ? "" : text_of(*result, where + ".content")}});
+    } else {
+      refuse(where, fmt::format("holds a block of type {}, which this model can not be given here", quote(type)));
+    }
+  }
+  if (text.empty() && calls.empty() && reasoning.empty()) return;
+  Json message = {{"role", role}, {"content", text}};
+  if (!reasoning.empty()) message["reasoning_content"] = reasoning;
+  if (!calls.empty()) message["tool_calls"] = std::move(calls);
+  messages.push_back(std::move(message));
+}
+
+void read_tools(const Fields& fields, Conversation& conversation) {
+  Json tools = Json::array();
+  if (const Json* given = fields.array("tools"))
+    for (const Json& tool : *given) {
+      if (!tool.is_object()) fields.refuse("tools", "an array of objects");
+      const Fields each(tool, "tools.");
+      if (const std::optional<std::string> type = each.string("type"); type && *type != "custom")
+        refuse("tools", fmt::format("holds a tool of type {}; tools of the type custom are what this server can do", quote(*type)));
+      Json function = {{"name", each.required_string("name")}};
+      if (const std::optional<std::string> description = each.string("description")) function["description"] = *description;
+      const Json* schema = each.object("input_schema");
+      function["parameters"] = schema == nullptr ? Json{{"type", "object"}} : *schema;
+      tools.push_back({{"type", "function"}, {"function", std::move(function)}});
+    }
+  std::string choice = "auto";
+  if (const Json* object = fields.object("tool_choice")) choice = Fields(*object, "tool_choice.").required_string("type");
+  if (choice != "auto" && choice != "none")
+    refuse("tool_choice", fmt::format("is of type {}; auto and none are what this server can do", quote(choice)));
+  conversation.calls_tools = !tools.empty() && choice == "auto";
+  if (conversation.calls_tools) conversation.options.tools = std::move(tools);
+}
+
+Conversation read_messages(const Fields& fields) {
+  Conversation conversation;
+  conversation.messages = Json::array();
+  if (const Json* system = fields.find("system")) {
+    const std::string text = text_of(*system, "system");
+    if (!text.empty()) conversation.messages.push_back({{"role", "system"}, {"content", text}});
+  }
+  const Json* messages = fields.array("messages");
+  if (messages == nullptr || messages->empty()) fields.refuse("messages", "an array of at least one message");
+  for (size_t i = 0; i < messages->size(); ++i) {
+    const Json& message = (*messages)[i];
+    const std::string where = fmt::format("messages.{}", i);
+    if (!message.is_object()) refuse(where, fmt::format("is {}, an object was expected", in_words(message)));
+    const Fields each(message, where + ".");
+    const std::string role = each.required_string("role");
+    if (role != "user" && role != "assistant") refuse(where + ".role", fmt::format("is {}, user or assistant was expected", quote(role)));
+    const Json* content = each.find("content");
+    if (content == nullptr || !(content->is_string() || content->is_array())) each.refuse("content", "a text or an array of blocks");
+    if (content->is_string()) {
+      conversation.messages.push_back({{"role", role}, {"content", *content}});
+    } else {
+      add_blocks(role, *content, where + ".content", conversation.messages);
+    }
+    if (i + 1 == messages->size() && role == "assistant")
+      refuse(where + ".role", "is assistant; a conversation must end with a user's message, since this server does not go on with a reply");
+  }
+  read_tools(fields, conversation);
+  if (const Json* thinking = fields.object("thinking")) {
+    const Fields each(*thinking, "thinking.");
+    const std::string type = each.required_string("type");
+    if (type != "enabled" && type != "disabled" && type != "adaptive") each.refuse("type", "enabled, adaptive or disabled");
+    conversation.options.enable_thinking = type != "disabled";
+    conversation.thought_budget = each.integer("budget_tokens", INT64_MAX, 1, INT32_MAX);
+  }
+  return conversation;
+}
+
+const char* stop_reason(const Reply& reply) {
+  switch (reply.finish()) {
+    case Reply::Finish::kStopString: return "stop_sequence";
+    case Reply::Finish::kLength: return "max_tokens";
+    case Reply::Finish::kCalls: return "tool_use";
+    default: return "end_turn";
+  }
+}
+
+Json stop_sequence(const Reply& reply) {
+  return reply.finish() == Reply::Finish::kStopString ? Json(reply.stop_string()) : Json(nullptr);
+}
+
+Json usage_of(const Reply& reply) {
+  const RequestTimings& timings = reply.result().timings;
+  return {{"input_tokens", timings.prompt_tokens - timings.reused_tokens},
+          {"cache_creation_input_tokens", 0},
+          {"cache_read_input_tokens", timings.reused_tokens},
+          {"output_tokens", reply.n_tokens()}};
+}
+
+Json head_of(const Message& message, int64_t n_prompt) {
+  return {{"id", message.id},
+          {"type", "message"},
+          {"role", "assistant"},
+          {"model", message.model.id},
+          {"content", Json::array()},
+          {"stop_reason", nullptr},
+          {"stop_sequence", nullptr},
+          {"usage", {{"input_tokens", n_prompt}, {"output_tokens", 0}}}};
+}
+
+Json call_block(const ParsedCall& call, bool with_input) {
+  return {{"type", "tool_use"}, {"id", random_id("toolu_")}, {"name", call.name}, {"input", with_input ? Json::parse(call.arguments) : Json::object()}};
+}
+
+HttpResponse answer_whole(Message& message, const HttpRequest& request) {
+  const ReplyPiece piece = std::move(finish_all(message.replies, request).front());
+  const Reply& reply = message.replies.front();
+  Json answer = head_of(message, 0);
+  if (!piece.delta.reasoning.empty())
+    answer["content"].push_back({{"type", "thinking"}, {"thinking", piece.delta.reasoning}, {"signature", ""}});
+  if (!piece.delta.content.empty()) answer["content"].push_back({{"type", "text"}, {"text", piece.delta.content}});
+  for (const ParsedCall& call : piece.delta.calls) answer["content"].push_back(call_block(call, true));
+  answer["stop_reason"] = stop_reason(reply);
+  answer["stop_sequence"] = stop_sequence(reply);
+  answer["usage"] = usage_of(reply);
+  answer["timings"] = timings_of(reply.result());
+  return json_response(answer);
+}
+
+std::string named_event(const char* type, Json data) {
+  Json event = {{"type", type}};
+  event.update(data);
+  return fmt::format("event: {}\n{}", type, event_of(event));
+}
+
+// The events of a reply's pieces: blocks that are opened, grow, and are closed.
+void add_events(Message& message, const ReplyDelta& delta, std::string& events) {
+  using Block = Message::Block;
+  const auto close = [&] {
+    if (message.block != Block::kNone) events += named_event("content_block_stop", {{"index", message.n_blocks - 1}});
+    message.block = Block::kNone;
+  };
+  const auto open = [&](Block block, Json content) {
+    if (message.block == block) return;
+    close();
+    message.block = block;
+    events += named_event("content_block_start", {{"index", message.n_blocks++}, {"content_block", std::move(content)}});
+  };
+  const auto grow = [&](Json change) {
+    events += named_event("content_block_delta", {{"index", message.n_blocks - 1}, {"delta", std::move(change)}});
+  };
+  if (!delta.reasoning.empty()) {
+    open(Block::kThinking, {{"type", "thinking"}, {"thinking", ""}, {"signature", ""}});
+    grow({{"type", "thinking_delta"}, {"thinking", delta.reasoning}});
+  }
+  if (!delta.content.empty()) {
+    open(Block::kText, {{"type", "text"}, {"text", ""}});
+    grow({{"type", "text_delta"}, {"text", delta.content}});
+  }
+  for (const ParsedCall& call : delta.calls) {
+    close();
+    events += named_event("content_block_start", {{"index", message.n_blocks++}, {"content_block", call_block(call, false)}});
+    grow({{"type", "input_json_delta"}, {"partial_json", call.arguments}});
+    events += named_event("content_block_stop", {{"index", message.n_blocks - 1}});
+  }
+}
+
+HttpResponse answer_stream(std::shared_ptr<Message> message, int64_t n_prompt) {
+  EventSource source = [message, n_prompt, began = false](std::string& events) mutable {
+    if (!began) {
+      began = true;
+      events += named_event("message_start", {{"message", head_of(*message, n_prompt)}});
+      return true;
+    }
+    const Reply& reply = message->replies.front();
+    const bool more = advance_all(message->replies, [&](size_t, ReplyPiece& piece) {
+      if (reply.ended()) reply.require_success();
+      add_events(*message, piece.delta, events);
+    });
+    if (more) return true;
+    if (message->block != Message::Block::kNone) events += named_event("content_block_stop", {{"index", message->n_blocks - 1}});
+    events += named_event("message_delta", {{"delta", {{"stop_reason", stop_reason(reply)}, {"stop_sequence", stop_sequence(reply)}}},
+                                            {"usage", usage_of(reply)}});
+    events += named_event("message_stop", Json::object());
+    return false;
+  };
+  return event_response(std::move(source), [](const ApiError& error) {
+    return fmt::format("event: error\n{}", event_of(anthropic_error(error)));
+  });
+}
+
+}  // namespace
+
+HttpResponse answer_message(const ServedModel& model, const Json& body, const HttpRequest& request) {
+  const Fields fields(body);
+  auto message = std::make_shared<Message>(model);
+  Generation& generation = message->generation;
+  generation = read_generation(fields, model);
+  if (!fields.has("max_tokens")) fields.refuse("max_tokens", "a whole number");
+  generation.max_new = fields.integer("max_tokens", 1, 1, INT32_MAX);
+  generation.n = 1;
+  generation.stops = fields.strings("stop_sequences", kMaxStops);
+  std::erase(generation.stops, "");
+  const bool streams = fields.boolean("stream", false);
+  const std::vector<int32_t> prompt = write_prompt(model, read_messages(fields), generation);
+  message->replies = submit_all(model, generation, prompt);
+  return streams ? answer_stream(std::move(message), static_cast<int64_t>(prompt.size())) : answer_whole(*message, request);
+}
+
+HttpResponse answer_token_count(const ServedModel& model, const Json& body, const HttpRequest&) {
+  Generation generation;
+  const std::vector<int32_t> prompt = write_prompt(model, read_messages(Fields(body)), generation);
+  return json_response({{"input_tokens", prompt.size()}});
+}
+
+}  // namespace beryl::server

@@ -1,0 +1,210 @@
+// What: many clients of one server, in one process: each gets its own reply whole, whoever leaves, reads slowly or asks for
+//       nonsense; one whose numbers are none gets an error alone; the server ends when all is answered.
+// How:  HTTP on real sockets against a backend that checks every page it reads (engine/text_model.h); runs under the thread
+//       and address sanitizers as well.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "engine/text_model.h"
+#include "ops/random_matrix.h"
+#include "server/api.h"
+#include "server/http_server.h"
+
+namespace beryl::server {
+namespace {
+
+// Ids 0 to 22 are the letters a to w; 23 is x, which this model can not compute.
+std::unique_ptr<Tokenizer> letter_tokenizer() {
+  TokenizerParts parts;
+  parts.source = "test";
+  for (char c = 'a'; c < 'a' + test::kTextVocab; ++c) parts.vocabulary.add(std::string(1, c), TokenType::kNormal);
+  parts.vocabulary.build_index();
+  parts.scores.assign(parts.vocabulary.size(), 0.0f);
+  return std::make_unique<Tokenizer>(std::move(parts));
+}
+
+std::string text_of(const std::vector<int32_t>& ids) {
+  std::string text;
+  for (int32_t id : ids) text += static_cast<char>('a' + id);
+  return text;
+}
+
+// A connection that sends one request and reads until the server is done with it.
+class Client {
+ public:
+  explicit Client(int port) : socket_(socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(connect(socket_, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  }
+  ~Client() { close(socket_); }
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  void post(const std::string& path, const std::string& body, const char* connection = "close") {
+    const std::string text = fmt::format(
+        "POST {} HTTP/1.1\r\nHost: x\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
+        connection, body.size(), body);
+    EXPECT_EQ(send(socket_, text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
+  }
+  std::string read_until(const std::string& end) {
+    std::string all;
+    while (!all.ends_with(end)) {
+      const std::string next = read(1);
+      if (next.empty()) break;
+      all += next;
+    }
+    return all;
+  }
+  // At most so many bytes; less: the connection was closed.
+  std::string read(size_t most = SIZE_MAX) {
+    std::string all;
+    char buffer[4096];
+    while (all.size() < most) {
+      const ssize_t n = recv(socket_, buffer, std::min(sizeof buffer, most - all.size()), 0);
+      if (n <= 0) break;
+      all.append(buffer, static_cast<size_t>(n));
+    }
+    return all;
+  }
+
+ private:
+  int socket_;
+};
+
+int status_of(const std::string& answer) { return answer.starts_with("HTTP/1.1 ") ? std::stoi(answer.substr(9)) : 0; }
+
+// The texts of a completion, whole or in chunks.
+std::string text_in(const std::string& answer) {
+  std::string text;
+  for (size_t at = answer.find("\"text\":\""); at != std::string::npos; at = answer.find("\"text\":\"", at)) {
+    at += 8;
+    text += answer.substr(at, answer.find('"', at) - at);
+  }
+  return text;
+}
+
+class ServerTest : public testing::Test {
+ protected:
+  ServerTest() : tokenizer_(letter_tokenizer()), program_(test::text_program(100)) {
+    EngineLimits limits;
+    limits.run.context = 512;
+    limits.run.n_sequences = 6;
+    limits.run.chunk_tokens = 64;
+    limits.run.cache_tokens = 1024;
+    limits.run.kept_windows = 2;
+    limits.max_waiting = 100;
+    limits.always_draft = true;
+    engine_ = std::make_unique<Engine>(program_, limits, backend_);
+    model_ = std::make_unique<ServedModel>(ServedModel{
+        .id = "letters", .tokenizer = *tokenizer_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
+    api_ = std::make_unique<Api>(*model_, ApiOptions());
+    server_ = std::make_unique<HttpServer>("127.0.0.1", 0, HttpLimits(), [this](HttpRequest& request) { return api_->answer(request); },
+                                           [this] { return api_->too_large(); });
+  }
+
+  std::string ask(const std::string& body) {
+    Client client(server_->port());
+    client.post("/v1/completions", body);
+    return client.read();
+  }
+
+  std::unique_ptr<Tokenizer> tokenizer_;
+  Program program_;
+  test::TextBackend backend_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<ServedModel> model_;
+  std::unique_ptr<Api> api_;
+  std::unique_ptr<HttpServer> server_;   // ends first
+};
+
+TEST_F(ServerTest, EveryClientGetsItsOwnReply) {
+  constexpr int kClients = 12, kRequests = 25;
+  std::atomic<int> n_right = 0, n_left = 0, n_failed = 0;
+  const auto client = [&](uint64_t seed) {
+    RandomStream random(seed);
+    for (int i = 0; i < kRequests; ++i) {
+      std::vector<int32_t> prompt(static_cast<size_t>(1 + random.below(150)));
+      const bool alike = random.below(2) == 0;
+      for (size_t j = 0; j < prompt.size(); ++j)
+        prompt[j] = alike && j < 128 ? static_cast<int32_t>(j % 17) : random.below(test::kPoison);
+      const int64_t max_new = 1 + random.below(80);
+      const bool poisoned = random.below(10) == 0;
+      if (poisoned) prompt.back() = test::kPoison;
+      const std::string body = fmt::format(R"({{"prompt": "{}", "max_tokens": {}, "temperature": 0, "stream": {}}})", text_of(prompt),
+                                           max_new, random.below(2) == 0);
+      if (random.below(6) == 0) {
+        Client leaving(server_->port());
+        leaving.post("/v1/completions", body);
+        if (random.below(2) == 0) leaving.read(40);
+        ++n_left;
+        continue;
+      }
+      const std::string answer = ask(body);
+      if (poisoned) {
+        EXPECT_NE(answer.find("no finite numbers"), std::string::npos) << answer;
+        ++n_failed;
+        continue;
+      }
+      EXPECT_EQ(status_of(answer), 200) << answer;
+      EXPECT_EQ(text_in(answer), text_of(test::text_model_reply(prompt, max_new, {}, {}, 512)));
+      ++n_right;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kClients; ++i) threads.emplace_back(client, static_cast<uint64_t>(i + 1));
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(n_right + n_left + n_failed, kClients * kRequests);
+  EXPECT_GT(n_right, 100);
+  EXPECT_GT(n_left, 10);
+  EXPECT_GT(n_failed, 10);
+  server_->stop_accepting();
+  engine_->drain();
+  const EngineCounts counts = engine_->counts();
+  EXPECT_EQ(counts.n_free_pages, counts.n_pages);
+}
+
+TEST_F(ServerTest, NonsenseIsAnswered) {
+  for (const std::string body : {"", "{", "[]", R"({"prompt": 5})", R"({"prompt": "abc", "max_tokens": "x"})", R"({"prompt": [99]})"})
+    EXPECT_EQ(status_of(ask(body)), 400) << body;
+  // Bytes that are no HTTP at all, and a connection that says nothing.
+  RandomStream random(1);
+  for (int i = 0; i < 50; ++i) {
+    Client client(server_->port());
+    std::string path;
+    for (int n = random.below(40); n > 0; --n) path += static_cast<char>(1 + random.below(255));
+    client.post(path, "{}");
+  }
+  { const Client silent(server_->port()); }
+  EXPECT_EQ(text_in(ask(R"({"prompt": "abc", "max_tokens": 3, "temperature": 0})")),
+            text_of(test::text_model_reply({0, 1, 2}, 3, {}, {}, 512)));
+}
+
+TEST_F(ServerTest, ADrainedServerRefusesAndFinishes) {
+  Client client(server_->port()), late(server_->port());
+  client.post("/v1/completions", R"({"prompt": "abcdefg", "max_tokens": 400, "temperature": 0, "stream": true})");
+  const std::string begin = client.read(20);
+  late.post("/tokenize", R"({"content": "ab"})", "keep-alive");   // so that it has been let in
+  EXPECT_EQ(status_of(late.read_until("\"count\":2}")), 200);
+  api_->set_draining();
+  server_->stop_accepting();
+  engine_->drain();
+  late.post("/v1/completions", R"({"prompt": "abc", "max_tokens": 3})");
+  EXPECT_EQ(status_of(late.read()), 503);
+  const std::string answer = begin + client.read();
+  EXPECT_EQ(text_in(answer), text_of(test::text_model_reply({0, 1, 2, 3, 4, 5, 6}, 400, {}, {}, 512)));
+  EXPECT_NE(answer.find("data: [DONE]"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace beryl::server

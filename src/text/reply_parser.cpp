@@ -1,0 +1,297 @@
+#include "text/reply_parser.h"
+
+#include <nlohmann/json.hpp>
+
+#include "text/utf8.h"
+
+namespace beryl {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kCallTag = "<tool_call>", kCallEndTag = "</tool_call>";
+constexpr std::string_view kThoughtName = "thought\n";
+constexpr int kMaxDepth = 64;
+
+// Gemma 4's values: strings between <|"|>, objects and arrays as in JSON but for unquoted keys.
+class GemmaReader {
+ public:
+  explicit GemmaReader(std::string_view text) : text_(text) {}
+
+  std::optional<ParsedCall> read_call() {
+    if (!take("call:")) return std::nullopt;
+    const size_t brace = text_.find('{', at_);
+    if (brace == std::string_view::npos || brace == at_) return std::nullopt;
+    ParsedCall call;
+    call.name = std::string(trim(text_.substr(at_, brace - at_)));
+    at_ = brace;
+    const std::optional<Json> arguments = read_value(0);
+    if (call.name.empty() || !arguments || !arguments->is_object() || !trim(text_.substr(at_)).empty()) return std::nullopt;
+    call.arguments = arguments->dump(-1, ' ', false, Json::error_handler_t::replace);
+    return call;
+  }
+
+ private:
+  static constexpr std::string_view kQuote = "<|\"|>";
+
+  bool take(std::string_view expected) {
+    if (!text_.substr(at_).starts_with(expected)) return false;
+    at_ += expected.size();
+    return true;
+  }
+  void skip_space() {
+    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r')) ++at_;
+  }
+  std::optional<std::string> read_quoted() {
+    for (std::string_view mark : {kQuote, std::string_view("\"")}) {
+      if (!take(mark)) continue;
+      const size_t end = text_.find(mark, at_);
+      if (end == std::string_view::npos) return std::nullopt;
+      std::string value(text_.substr(at_, end - at_));
+      at_ = end + mark.size();
+      return value;
+    }
+    return std::nullopt;
+  }
+  bool at_quote() const { return text_.substr(at_).starts_with(kQuote) || text_.substr(at_).starts_with('"'); }
+
+  std::optional<Json> read_value(int depth) {
+    if (depth > kMaxDepth) return std::nullopt;
+    skip_space();
+    if (at_quote()) {
+      std::optional<std::string> value = read_quoted();
+      return value ? std::optional<Json>(*value) : std::nullopt;
+    }
+    if (take("{")) return read_members(Json::object(), '}', depth);
+    if (take("[")) return read_members(Json::array(), ']', depth);
+    const size_t end = std::min(text_.find_first_of(",}]", at_), text_.size());
+    const std::string_view bare = trim(text_.substr(at_, end - at_));
+    at_ = end;
+    if (bare.empty()) return std::nullopt;
+    const Json value = Json::parse(bare, nullptr, false);
+    return value.is_discarded() ? Json(std::string(bare)) : value;
+  }
+  std::optional<Json> read_members(Json whole, char end, int depth) {
+    skip_space();
+    if (take({&end, 1})) return whole;
+    for (;;) {
+      skip_space();
+      std::string key;
+      if (end == '}') {
+        if (at_quote()) {
+          std::optional<std::string> quoted = read_quoted();
+          if (!quoted) return std::nullopt;
+          key = *quoted;
+        } else {
+          const size_t colon = text_.find(':', at_);
+          if (colon == std::string_view::npos) return std::nullopt;
+          key = std::string(trim(text_.substr(at_, colon - at_)));
+          at_ = colon;
+        }
+        skip_space();
+        if (key.empty() || !take(":")) return std::nullopt;
+      }
+      std::optional<Json> value = read_value(depth + 1);
+      if (!value) return std::nullopt;
+      if (end == '}') {
+        whole[key] = std::move(*value);
+      } else {
+        whole.push_back(std::move(*value));
+      }
+      skip_space();
+      if (take({&end, 1})) return whole;
+      if (!take(",")) return std::nullopt;
+    }
+  }
+
+  std::string_view text_;
+  size_t at_ = 0;
+};
+
+std::optional<ParsedCall> call_of(const Json& value) {
+  if (!value.is_object()) return std::nullopt;
+  const Json* object = &value;
+  if (const auto function = value.find("function"); function != value.end() && function->is_object()) object = &*function;
+  const auto name = object->find("name");
+  if (name == object->end() || !name->is_string()) return std::nullopt;
+  ParsedCall call;
+  call.name = name->get<std::string>();
+  call.arguments = "{}";
+  for (const char* key : {"arguments", "parameters"}) {
+    const auto found = object->find(key);
+    if (found == object->end() || found->is_null()) continue;
+    // Some models write the object as text.
+    const Json inner = found->is_string() ? Json::parse(found->get_ref<const std::string&>(), nullptr, false) : *found;
+    if (!inner.is_object()) return std::nullopt;
+    call.arguments = inner.dump(-1, ' ', false, Json::error_handler_t::replace);
+  }
+  return call;
+}
+
+// Brackets are not nested deeper than the parser behind this should go.
+bool is_shallow(std::string_view text) {
+  int depth = 0;
+  for (char c : text) {
+    if ((c == '{' || c == '[') && ++depth > kMaxDepth) return false;
+    if (c == '}' || c == ']') --depth;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<ParsedCall> parse_gemma_call(std::string_view text) {
+  std::optional<ParsedCall> call = GemmaReader(trim(text)).read_call();
+  return call ? std::vector<ParsedCall>{std::move(*call)} : std::vector<ParsedCall>();
+}
+
+std::vector<ParsedCall> parse_json_calls(std::string_view text) {
+  if (!is_shallow(text)) return {};
+  const Json json = Json::parse(text, nullptr, false);
+  if (json.is_discarded()) return {};
+  std::vector<ParsedCall> calls;
+  const Json list = json.is_array() ? json : Json::array({json});
+  for (const Json& each : list) {
+    std::optional<ParsedCall> call = call_of(each);
+    if (!call) return {};
+    calls.push_back(std::move(*call));
+  }
+  return calls;
+}
+
+ReplyParser::ReplyParser(const Tokenizer& tokenizer, bool in_thought, bool finds_calls)
+    : tokenizer_(tokenizer), stream_(tokenizer), named_stream_(tokenizer, true) {
+  const auto pair = [&](std::string_view begin, std::string_view end, std::optional<int32_t>& begin_id, std::optional<int32_t>& end_id) {
+    const std::optional<int32_t> first = tokenizer.find_token(begin), second = tokenizer.find_token(end);
+    if (begin_id || !first || !second) return false;
+    begin_id = first;
+    end_id = second;
+    return true;
+  };
+  if (!pair("<|channel>", "<channel|>", thought_begin_, thought_end_)) pair("<think>", "</think>", thought_begin_, thought_end_);
+  if (finds_calls) {
+    gemma_calls_ = pair("<|tool_call>", "<tool_call|>", call_begin_, call_end_);
+    if (!gemma_calls_) text_calls_ = undecided_ = !pair(kCallTag, kCallEndTag, call_begin_, call_end_);
+    call_begin_text_ = gemma_calls_ ? "<|tool_call>" : kCallTag;
+    call_end_text_ = gemma_calls_ ? "<tool_call|>" : kCallEndTag;
+  }
+  if (in_thought) {
+    state_ = State::kThought;
+    // The prompt has written the name already.
+  }
+}
+
+void ReplyParser::push(int32_t id, ReplyDelta& delta) {
+  if (thought_begin_ && id == *thought_begin_ && state_ == State::kContent) {
+    add(stream_.finish(), delta);
+    state_ = State::kThought;
+    names_thought_ = tokenizer_.token_text(id) == "<|channel>";
+    return;
+  }
+  if (thought_end_ && id == *thought_end_ && state_ == State::kThought) {
+    add(stream_.finish(), delta);
+    delta.reasoning += held_;
+    held_.clear();
+    names_thought_ = false;
+    state_ = State::kContent;
+    return;
+  }
+  if (call_begin_ && id == *call_begin_ && state_ != State::kCall) {
+    add(stream_.finish(), delta);
+    if (state_ == State::kThought) delta.reasoning += held_, held_.clear(), names_thought_ = false;
+    state_ = State::kCall;
+    call_.clear();
+    return;
+  }
+  if (call_end_ && id == *call_end_ && state_ == State::kCall) {
+    call_ += named_stream_.finish();
+    end_call(true, delta);
+    return;
+  }
+  if (state_ == State::kCall) {
+    // The quotes of Gemma 4's strings are tokens.
+    call_ += named_stream_.push(id);
+  } else {
+    add(stream_.push(id), delta);
+  }
+}
+
+void ReplyParser::finish(ReplyDelta& delta) {
+  if (state_ == State::kCall) {
+    call_ += named_stream_.finish();
+    end_call(false, delta);
+    return;
+  }
+  add(stream_.finish(), delta);
+  if (state_ == State::kThought) {
+    delta.reasoning += held_;
+    held_.clear();
+  } else {
+    decide_text_call(true, delta);
+  }
+}
+
+void ReplyParser::add(const std::string& text, ReplyDelta& delta) {
+  if (text.empty()) return;
+  if (state_ == State::kContent) return add_content(text, delta);
+  if (!names_thought_) {
+    delta.reasoning += text;
+    return;
+  }
+  held_ += text;
+  if (kThoughtName.starts_with(held_) && held_.size() < kThoughtName.size()) return;
+  delta.reasoning += held_.starts_with(kThoughtName) ? held_.substr(kThoughtName.size()) : held_;
+  held_.clear();
+  names_thought_ = false;
+}
+
+void ReplyParser::add_content(const std::string& text, ReplyDelta& delta) {
+  if (!undecided_) {
+    delta.content += text;
+    return;
+  }
+  held_ += text;
+  decide_text_call(false, delta);
+}
+
+// held_: white space, and then perhaps calls.
+void ReplyParser::decide_text_call(bool at_end, ReplyDelta& delta) {
+  while (undecided_ && !held_.empty()) {
+    const size_t begin = held_.find_first_not_of(" \t\r\n");
+    const std::string_view rest = begin == std::string::npos ? std::string_view() : std::string_view(held_).substr(begin);
+    std::vector<ParsedCall> calls;
+    size_t end = std::string::npos;   // of what the calls were read from
+    if (rest.starts_with(kCallTag)) {
+      const size_t closing = rest.find(kCallEndTag);
+      if (closing == std::string_view::npos && !at_end) return;
+      calls = parse_json_calls(rest.substr(kCallTag.size(), closing == std::string_view::npos ? closing : closing - kCallTag.size()));
+      end = closing == std::string_view::npos ? held_.size() : begin + closing + kCallEndTag.size();
+    } else if (rest.starts_with('{')) {
+      // A bare object: a call if the whole reply is one.
+      if (!at_end) return;
+      calls = parse_json_calls(rest);
+      end = held_.size();
+    } else if (!at_end && (rest.empty() || kCallTag.starts_with(rest))) {
+      return;
+    }
+    if (calls.empty()) {
+      undecided_ = false;
+      break;
+    }
+    for (ParsedCall& call : calls) delta.calls.push_back(std::move(call));
+    held_.erase(0, end);
+  }
+  if (undecided_ && !at_end) return;
+  delta.content += held_;
+  held_.clear();
+}
+
+void ReplyParser::end_call(bool closed, ReplyDelta& delta) {
+  state_ = State::kContent;
+  std::vector<ParsedCall> calls = gemma_calls_ ? parse_gemma_call(call_) : parse_json_calls(call_);
+  if (calls.empty()) delta.content += call_begin_text_ + call_ + (closed ? call_end_text_ : "");
+  for (ParsedCall& call : calls) delta.calls.push_back(std::move(call));
+  call_.clear();
+}
+
+}  // namespace beryl

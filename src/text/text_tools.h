@@ -1,0 +1,19 @@
+// Tools for models whose chat format has no form for them: declared in the system message, called and answered as text.
+//
+// The form is the one that most such models have seen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which
+// ReplyParser reads back, and <tool_response>...</tool_response> in a user's message.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include "text/chat_writer.h"
+
+namespace beryl {
+
+// Whether the writer's format shows the model a tool and the result of a call.
+bool writes_tools(const ChatWriter& writer);
+
+// The conversation with its tools, calls and results as text. messages and tools: OpenAI's lists. Throws Error(kBadInput).
+nlohmann::ordered_json with_tools_as_text(const nlohmann::ordered_json& messages, const nlohmann::ordered_json& tools);
+
+}  // namespace beryl

@@ -1,0 +1,640 @@
+#!/usr/bin/env python3
+"""The server as clients meet it: the unmodified `openai` and `anthropic` packages, raw requests, many at once.
+
+    server_test.py BERYL tiny|real [UNITTEST OPTIONS]
+
+tiny: golden models with a tokenizer of bytes, whose replies are any bytes at all. real: SmolLM2 and Gemma 3 270M.
+The packages lie in an environment of their own in the cache folder, made once; exit status 77, with a line, where they
+can not be had, and for `real` when neither model is there.
+"""
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+
+from cli_support import (BOS, CHANNEL, CHANNEL_END, EOS, GEMMA3, GEMMA4_SPECIAL, SMOLLM2, TURN_END, Program,
+                         make_speaking_model, wait_until)
+from server_support import SKIPPED, Server, clients_python
+
+beryl = None            # Program
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOLS = [{"type": "function",
+          "function": {"name": "get_weather", "description": "The weather in a city",
+                       "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]
+
+
+def openai_client(server, key="none"):
+    import openai
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=120)
+
+
+class ServerTest(unittest.TestCase):
+    arguments = ("--device", "cpu", "--ctx", "512", "--parallel", "4", "--chunk", "64")
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="beryl-server-"))
+        cls.model = cls.make_model()
+        cls.server = Server(beryl, cls.model, "--name", "tiny", *cls.arguments)
+
+    @classmethod
+    def tearDownClass(cls):
+        try:
+            cls.server.__exit__(None)
+        finally:
+            shutil.rmtree(cls.folder)
+
+    @classmethod
+    def make_model(cls):
+        return make_speaking_model(cls.folder / "model")
+
+    def chat(self, messages=HELLO, server=None, **fields):
+        status, answer = (server or self.server).post("/v1/chat/completions", {"messages": messages} | fields)
+        self.assertEqual(status, 200, answer)
+        return answer
+
+    def refused(self, path, body, *words, status=400, param=None):
+        got, answer = self.server.post(path, body)
+        self.assertEqual(got, status, answer)
+        error = answer["error"]
+        for word in words:
+            self.assertIn(word, error["message"])
+        if param:
+            self.assertEqual(error["param"], param, error)
+        return error
+
+    def wait_until_idle(self, server=None):
+        def idle():
+            metrics = (server or self.server).metrics()
+            return metrics["requests_running"] == metrics["requests_waiting"] == 0 and \
+                metrics["cache_pages_free"] == metrics["cache_pages"]
+        wait_until(idle)
+
+
+class ClientTest(ServerTest):
+    """OpenAI's package: what comes back has its types."""
+
+    def test_chats(self):
+        client = openai_client(self.server)
+        answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, seed=1, n=2, logprobs=True,
+                                                top_logprobs=3)
+        self.assertEqual([choice.index for choice in answer.choices], [0, 1])
+        self.assertEqual(answer.usage.prompt_tokens + answer.usage.completion_tokens, answer.usage.total_tokens)
+        n_tokens = 0
+        for choice in answer.choices:
+            self.assertEqual(choice.message.role, "assistant")
+            self.assertIn(choice.finish_reason, ("stop", "length"))
+            for token in choice.logprobs.content:
+                self.assertEqual(len(token.top_logprobs), 3)
+                self.assertLessEqual(token.logprob, token.top_logprobs[0].logprob)
+                self.assertGreaterEqual(token.top_logprobs[0].logprob, token.top_logprobs[1].logprob)
+            n_tokens += len(choice.logprobs.content) + (choice.finish_reason == "stop")
+        self.assertEqual(n_tokens, answer.usage.completion_tokens)
+        self.assertNotEqual(answer.choices[0].message.content, answer.choices[1].message.content)
+        again = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, seed=1)
+        self.assertEqual(again.choices[0].message.content, answer.choices[0].message.content)
+
+    def test_streams_are_the_same_in_pieces(self):
+        client = openai_client(self.server)
+        for fields in ({"temperature": 0}, {"seed": 5}, {"seed": 6, "stop": ["a", "zz"]}, {"seed": 7, "frequency_penalty": 0.5}):
+            fields = {"model": "tiny", "messages": HELLO, "max_tokens": 40} | fields
+            whole = client.chat.completions.create(**fields)
+            chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            self.assertEqual(text, whole.choices[0].message.content)
+            self.assertEqual([c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason],
+                             [whole.choices[0].finish_reason])
+            self.assertEqual(chunks[-1].choices, [])
+            self.assertEqual(chunks[-1].usage.completion_tokens, whole.usage.completion_tokens)
+            self.assertTrue(all(chunk.usage is None for chunk in chunks[:-1]))
+
+    def test_completions(self):
+        client = openai_client(self.server)
+        answer = client.completions.create(model="tiny", prompt=["Once", [72, 105]], max_tokens=6, temperature=0, logprobs=2,
+                                           echo=True, n=2)
+        self.assertEqual(len(answer.choices), 4)
+        self.assertEqual(answer.usage.prompt_tokens, 6)
+        for i, choice in enumerate(answer.choices):
+            self.assertTrue(choice.text.startswith("Once" if i < 2 else "Hi"))
+            self.assertEqual(len(choice.logprobs.tokens), len(choice.logprobs.token_logprobs))
+            self.assertEqual(choice.logprobs.text_offset[0], 4 if i < 2 else 2)
+        self.assertEqual(answer.choices[0].text, answer.choices[1].text)
+        plain = client.completions.create(model="tiny", prompt="Once", max_tokens=6, temperature=0)
+        self.assertEqual("Once" + plain.choices[0].text, answer.choices[0].text)
+        stream = client.completions.create(model="tiny", prompt="Once", max_tokens=6, temperature=0, stream=True)
+        self.assertEqual("".join(chunk.choices[0].text for chunk in stream), plain.choices[0].text)
+        self.assertEqual(client.completions.create(model="tiny", prompt="Once", max_tokens=0).choices[0].text, "")
+
+    def test_models_and_tokens(self):
+        client = openai_client(self.server)
+        self.assertEqual([model.id for model in client.models.list()], ["tiny"])
+        self.assertEqual(client.models.retrieve("tiny").object, "model")
+        text = "Grüße, 世界 🙂 <|im_end|>"
+        status, answer = self.server.post("/tokenize", {"content": text})
+        self.assertEqual((status, answer["count"]), (200, len(text.encode())))     # no token for what only spells one
+        self.assertEqual(self.server.post("/detokenize", {"tokens": answer["tokens"]})[1]["content"], text)
+
+    def test_errors_have_their_types(self):
+        import openai
+        client = openai_client(self.server)
+        with self.assertRaises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 600}])
+        self.assertEqual(caught.exception.code, "context_length_exceeded")
+        self.assertRegex(str(caught.exception), r"the prompt has 6\d\d tokens, the context 512")
+        with self.assertRaises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
+        self.assertEqual(caught.exception.param, "temperature")
+        with self.assertRaises(openai.NotFoundError):
+            client.models.retrieve("another")
+        with Server(beryl, self.model, *self.arguments, "--api-key", "one", "--api-key", "two") as server:
+            for key, right in (("one", True), ("two", True), ("On", False), ("", False), ("onetwo", False), ("ones", False)):
+                if right:
+                    self.assertEqual(len(openai_client(server, key).models.list().data), 1)
+                else:
+                    with self.assertRaises(openai.AuthenticationError):
+                        openai_client(server, key or "x").models.list()
+            self.assertEqual(server.request("GET", "/health")[0], 200)
+            self.assertEqual(server.request("GET", "/metrics")[0], 401)
+            self.assertEqual(server.request("GET", "/v1/models", headers={"X-Api-Key": "two"})[0], 200)
+
+
+class ResponsesTest(ServerTest):
+    """OpenAI's later API."""
+    arguments = ("--device", "cpu", "--ctx", "1024", "--parallel", "4", "--chunk", "64")
+
+    def test_responses(self):
+        client = openai_client(self.server)
+        fields = {"model": "tiny", "input": "Hello", "instructions": "Be brief.", "temperature": 0, "max_output_tokens": 30}
+        whole = client.responses.create(**fields)
+        openai = self.chat([{"role": "system", "content": "Be brief."}] + HELLO, temperature=0, max_tokens=30)
+        self.assertEqual(whole.output_text, openai["choices"][0]["message"]["content"])
+        self.assertEqual(whole.status, "incomplete" if openai["choices"][0]["finish_reason"] == "length" else "completed")
+        self.assertEqual((whole.usage.input_tokens, whole.usage.output_tokens),
+                         (openai["usage"]["prompt_tokens"], openai["usage"]["completion_tokens"]))
+        events = list(client.responses.create(**fields, stream=True))
+        self.assertEqual([event.sequence_number for event in events], list(range(len(events))))
+        self.assertEqual(events[-1].type, f"response.{whole.status}")
+        self.assertEqual("".join(e.delta for e in events if e.type == "response.output_text.delta"), whole.output_text)
+        self.assertEqual(events[-1].response.output_text, whole.output_text)
+        with client.responses.stream(**fields) as stream:
+            self.assertEqual(list(stream)[-1].response.output_text, whole.output_text)
+        items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
+        again = client.responses.create(model="tiny", input=items, temperature=0, max_output_tokens=30, top_logprobs=2,
+                                        include=["message.output_text.logprobs"])
+        self.assertEqual(again.output_text, whole.output_text)
+        self.assertEqual(len(again.output[0].content[0].logprobs[0].top_logprobs), 2)
+
+    def test_tools_and_their_results_are_read(self):
+        client = openai_client(self.server)
+        tools = [{"type": "function", "name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}, "strict": False}]
+        answer = client.responses.create(model="tiny", tools=tools, max_output_tokens=1, input=[
+            {"role": "user", "content": "Hello"},
+            {"type": "function_call", "call_id": "t1", "name": "f", "arguments": '{"a":1}'},
+            {"type": "function_call", "call_id": "t2", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "t1", "output": "one"},
+            {"type": "function_call_output", "call_id": "t2", "output": "two"}])
+        calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": a}} for i, a in (("t1", '{"a":1}'), ("t2", "{}"))]
+        openai = self.chat(HELLO + [{"role": "assistant", "content": "", "tool_calls": calls},
+                                    {"role": "tool", "tool_call_id": "t1", "content": "one"},
+                                    {"role": "tool", "tool_call_id": "t2", "content": "two"}], max_tokens=1,
+                           tools=[{"type": "function", "function": {"name": "f", "description": "d", "parameters": tools[0]["parameters"]}}])
+        self.assertEqual(answer.usage.input_tokens, openai["usage"]["prompt_tokens"])
+
+    def test_errors_have_their_types(self):
+        import openai
+        client = openai_client(self.server)
+        for wrong in ({"input": []}, {"input": [{"type": "image", "x": 1}]}, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+                      {"previous_response_id": "x"}, {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"max_output_tokens": 0},
+                      {"text": {"format": {"type": "json_object"}}}, {"reasoning": {"effort": "x"}}, {"background": True}):
+            with self.subTest(wrong=wrong), self.assertRaises(openai.BadRequestError):
+                client.responses.create(**({"model": "tiny", "input": "Hello", "max_output_tokens": 1} | wrong))
+
+
+class AnthropicTest(ServerTest):
+    """Anthropic's package."""
+    arguments = ("--device", "cpu", "--ctx", "1024", "--parallel", "4", "--chunk", "64")
+
+    def client(self, server=None, key="none"):
+        import anthropic
+        return anthropic.Anthropic(base_url=(server or self.server).url, api_key=key, max_retries=0, timeout=120)
+
+    def test_messages(self):
+        client = self.client()
+        fields = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "system": [{"type": "text", "text": "Be brief."}],
+                  "extra_body": {"temperature": 0}}
+        whole = client.messages.create(**fields)
+        self.assertEqual((whole.type, whole.role, whole.stop_sequence), ("message", "assistant", None))
+        self.assertIn(whole.stop_reason, ("end_turn", "max_tokens"))
+        text = "".join(block.text for block in whole.content)
+        self.assertEqual(client.messages.count_tokens(model="tiny", messages=HELLO, system="Be brief.").input_tokens,
+                         whole.usage.input_tokens + whole.usage.cache_read_input_tokens)
+        # The same conversation by the other API.
+        openai = self.chat([{"role": "system", "content": "Be brief."}] + HELLO, temperature=0, max_tokens=30)
+        self.assertEqual(openai["choices"][0]["message"]["content"], text)
+        self.assertEqual(openai["usage"]["completion_tokens"], whole.usage.output_tokens)
+        with client.messages.stream(**fields) as stream:
+            self.assertEqual("".join(stream.text_stream), text)
+            final = stream.get_final_message()
+        self.assertEqual((final.stop_reason, final.usage.output_tokens), (whole.stop_reason, whole.usage.output_tokens))
+        stopped = client.messages.create(**fields, stop_sequences=["never", text[3:5]])
+        self.assertEqual((stopped.stop_reason, stopped.stop_sequence), ("stop_sequence", text[3:5]))
+        self.assertEqual("".join(block.text for block in stopped.content), text[:text.index(text[3:5])])
+
+    def test_tools_and_their_results_are_read(self):
+        client = self.client()
+        tools = [{"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {}}}]
+        messages = HELLO + [
+            {"role": "assistant", "content": [{"type": "text", "text": "Let me see."},
+                                              {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+                                              {"type": "tool_use", "id": "t2", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "one"},
+                                         {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "two"}]},
+                                         {"type": "text", "text": "And?"}]}]
+        fields = {"model": "tiny", "messages": messages, "tools": tools}
+        self.assertTrue(client.messages.create(**fields, max_tokens=5).content)
+        # As the other API has it, so the prompt has as many tokens.
+        calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": a}} for i, a in (("t1", '{"a":1}'), ("t2", "{}"))]
+        openai = self.chat(HELLO + [{"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+                                    {"role": "tool", "tool_call_id": "t1", "content": "one"},
+                                    {"role": "tool", "tool_call_id": "t2", "content": "two"}, {"role": "user", "content": "And?"}],
+                           max_tokens=1, tools=[{"type": "function", "function": {"name": "f", "description": "d", "parameters": tools[0]["input_schema"]}}])
+        self.assertEqual(client.messages.count_tokens(**fields).input_tokens, openai["usage"]["prompt_tokens"])
+
+    def test_errors_have_their_types(self):
+        import anthropic
+        client = self.client()
+        for wrong in ({"max_tokens": 0}, {"extra_body": {"temperature": "x"}}, {"messages": []}, {"messages": [{"role": "system", "content": "x"}]},
+                      {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"stop_sequences": 5},
+                      {"messages": HELLO + [{"role": "assistant", "content": "x"}]}, {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+                      {"tool_choice": {"type": "any"}}, {"thinking": {"type": "enabled", "budget_tokens": 0}},
+                      {"messages": [{"role": "user", "content": "x" * 1100}]}):
+            with self.subTest(wrong=str(wrong)[:80]):
+                with self.assertRaises(anthropic.BadRequestError) as caught:
+                    client.messages.create(**({"model": "tiny", "messages": HELLO, "max_tokens": 1} | wrong))
+                self.assertEqual(caught.exception.body["error"]["type"], "invalid_request_error")
+        with Server(beryl, self.model, *self.arguments, "--api-key", "one") as server:
+            with self.assertRaises(anthropic.AuthenticationError):
+                self.client(server, "two").messages.count_tokens(model="tiny", messages=HELLO)
+            self.assertGreater(self.client(server, "one").messages.count_tokens(model="tiny", messages=HELLO).input_tokens, 5)
+
+
+class RequestTest(ServerTest):
+    """Requests as nobody's package would send them."""
+
+    def test_wrong_values_name_their_field(self):
+        wrong = {"temperature": ["hot", [], {}, True, -1, 101], "top_p": ["x", 2, -0.5], "top_k": [1.5, "x", 2**63, -2],
+                 "min_p": [7], "presence_penalty": [3, "x"], "frequency_penalty": [-3], "repetition_penalty": [0],
+                 "max_tokens": [0, -1, 1.5, "x", 2**63, []], "n": [0, 17, "x"], "stream": ["true", 1, []],
+                 "stream_options": ["x", []], "stop": [1, {}, [1], ["a"] * 17], "seed": ["x", 1.5, 2**64],
+                 "logprobs": [5, "x"], "top_logprobs": [21, -1, "x"], "tools": [{}, "x"], "tool_choice": ["always", 5],
+                 "logit_bias": [[], {"5": "x"}, {"x": 1}, {"999": 1}, {"5": 101}], "response_format": ["x", {"type": "json"}],
+                 "messages": ["x", [], {}], "reasoning_effort": ["lots", 1], "thinking_budget": [-1, "x"]}
+        for field, values in wrong.items():
+            for value in values:
+                with self.subTest(field=field, value=value):
+                    error = self.refused("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, field: value}, field)
+                    self.assertTrue(error["param"].startswith(field), error)
+        for value in (5, {}, [], [[]], [{}], "", [1.5], [999], ["a", 5]):
+            with self.subTest(prompt=value):
+                self.refused("/v1/completions", {"prompt": value}, "prompt")
+        self.refused("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "king")
+        self.refused("/v1/chat/completions", {}, "messages", "missing")
+        for value in (None, ):
+            self.chat(max_tokens=1, temperature=value, stop=value, seed=value, stream=value, n=value, tools=value)
+
+    def test_bodies_that_are_no_requests(self):
+        for body, words in ((b"", "empty"), (b"{", "byte 1"), (b"[]", "array"), (b'{"messages": \xff}', "byte 13"),
+                            (b'"x"', "text"), (b'{"a": 1e999}', "too large"), (b"{}x", "byte 2"),
+                            (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
+                            (b'{"a": "\xed\xa0\x80"}', "byte 7")):
+            with self.subTest(body=body[:20]):
+                self.refused("/v1/chat/completions", body, words)
+        self.assertEqual(self.server.request("GET", "/v1/chat/completions")[0], 405)
+        self.assertEqual(self.server.request("POST", "/v1/models")[0], 405)
+        self.assertEqual(self.server.request("GET", "/nothing")[0], 404)
+        self.assertEqual(self.server.request("OPTIONS", "/v1/models")[0], 405)
+
+    def test_what_is_too_large_is_refused_before_it_is_looked_at(self):
+        error = self.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": "\n" * 2**20}]}, "512")
+        self.assertEqual(error["code"], "context_length_exceeded")
+        self.refused("/v1/completions", b'{"prompt": "' + b"x" * (9 << 20) + b'"}', "8388608", status=413)
+        self.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 10**5}, "context")
+        # A gigabyte is only promised; the answer comes first.
+        with self.server.connect() as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\n\r\n")
+            self.assertIn(b" 413 ", connection.recv(4096))
+        with self.server.connect() as connection:
+            try:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Long: " + b"y" * (1 << 20) + b"\r\n\r\n")
+                self.assertRegex(connection.recv(4096), rb"^HTTP/1.1 (431|413|400) ")
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+        self.assertEqual(self.server.request("GET", "/health")[0], 200)
+
+    def test_replies_are_utf8_wherever_they_are_cut(self):
+        # The tiny model's tokens are bytes, most of which begin no character.
+        for n in range(1, 41):
+            answer = self.chat(max_tokens=n, seed=n)
+            self.assertLessEqual(answer["usage"]["completion_tokens"], n)
+            events = self.server.events("/v1/chat/completions", {"messages": HELLO, "max_tokens": n, "seed": n})
+            self.assertEqual(events.pop(), "[DONE]")
+            text = "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events)
+            self.assertEqual(text, answer["choices"][0]["message"]["content"])
+
+    def test_stop_strings_end_the_text_and_are_not_in_it(self):
+        whole = self.chat(max_tokens=200, seed=3)["choices"][0]["message"]["content"]
+        self.assertGreater(len(whole), 30)
+        for begin, end in ((5, 6), (10, 13), (20, 28)):
+            stop = whole[begin:end]
+            answer = self.chat(max_tokens=200, seed=3, stop=["never seen", stop])["choices"][0]
+            self.assertEqual(answer["message"]["content"], whole[:whole.index(stop)])
+            self.assertEqual(answer["finish_reason"], "stop")
+
+    def test_logit_bias_bans_and_forces(self):
+        banned = self.chat(max_tokens=100, seed=3, logit_bias={str(byte): -100 for byte in [*range(0x80, 0xf8), *range(0xfc, 0x100)]})
+        self.assertTrue(banned["choices"][0]["message"]["content"].isascii())
+        forced = self.chat(max_tokens=10, logit_bias={"65": 100})
+        self.assertEqual(forced["choices"][0]["message"]["content"], "A" * 10)
+
+    def test_a_conversation_is_not_read_twice(self):
+        messages = [{"role": "user", "content": "x" * 150}]
+        first = self.chat(messages, max_tokens=5, seed=1)
+        messages += [{"role": "assistant", "content": "fine"}, {"role": "user", "content": "and?"}]
+        second = self.chat(messages, max_tokens=5, seed=1)
+        self.assertEqual(second["usage"]["prompt_tokens_details"]["cached_tokens"], 128)
+        self.assertEqual(second["timings"]["reused_n"], 128)
+        self.assertEqual(first["usage"]["prompt_tokens_details"]["cached_tokens"] % 64, 0)
+
+    def test_other_origins_may_read_only_where_they_are_let(self):
+        self.assertNotIn("Access-Control-Allow-Origin", self.server.request("GET", "/v1/models", headers={"Origin": "http://a"})[1])
+        with Server(beryl, self.model, *self.arguments, "--cors", "http://a") as server:
+            self.assertEqual(server.request("GET", "/v1/models")[1]["Access-Control-Allow-Origin"], "http://a")
+            status, headers, _ = server.request("OPTIONS", "/v1/chat/completions")
+            self.assertEqual((status, headers["Access-Control-Allow-Origin"]), (204, "http://a"))
+
+
+class LeavingTest(ServerTest):
+    """Clients that go away, servers that end, more clients than there is room for."""
+    arguments = ("--device", "cpu", "--ctx", "65536", "--parallel", "2", "--chunk", "64", "--queue", "2", "--cache-tokens", "70000",
+                 "--no-draft")
+    long = {"messages": HELLO, "max_tokens": 60000, "logit_bias": {"249": -100, "250": -100}}
+
+    def test_whoever_leaves_frees_what_it_held(self):
+        # During its prompt, mid-stream, mid-answer, in the queue.
+        prompt = {"messages": [{"role": "user", "content": "x" * 60000}], "max_tokens": 5}
+        # (The caches hold one such prompt, not two.)
+        for body, n_running in ((self.long | {"stream": True}, 2), (self.long, 2), (prompt, 1), (prompt | {"stream": True}, 1)):
+            with self.subTest(body=str(body)[-60:]):
+                connections = [self.server.send_post("/v1/chat/completions", body) for _ in range(4)]
+                wait_until(lambda: self.server.metrics()["requests_running"] == n_running)
+                for connection in connections:
+                    connection.close()
+                self.wait_until_idle()
+        self.assertGreater(self.server.metrics()['requests_total{finish="cancelled"}'], 15 - 1)
+
+    def test_one_leaving_does_not_disturb_another(self):
+        expected = self.chat(max_tokens=300, seed=4)["choices"][0]["message"]["content"]
+        stay = self.server.send_post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 300, "seed": 4})
+        for _ in range(5):
+            leave = self.server.send_post("/v1/chat/completions", self.long | {"stream": True})
+            leave.recv(100)
+            leave.close()
+        answer = b""
+        while b"timings" not in answer:
+            piece = stay.recv(1 << 16)
+            self.assertTrue(piece)
+            answer += piece
+        stay.close()
+        self.assertEqual(json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"][0]["message"]["content"], expected)
+        self.wait_until_idle()
+
+    def test_a_full_queue_says_come_back(self):
+        connections = []
+        for n_running, n_waiting in ((1, 0), (2, 0), (2, 1), (2, 2)):
+            connections.append(self.server.send_post("/v1/chat/completions", self.long))
+            wait_until(lambda: (lambda m: (m["requests_running"], m["requests_waiting"]))(self.server.metrics()) == (n_running, n_waiting))
+        status, headers, answer = self.server.request("POST", "/v1/chat/completions", {"messages": HELLO, "max_tokens": 1})
+        self.assertEqual((status, headers["Retry-After"], answer["error"]["type"]), (503, "1", "overloaded_error"))
+        for connection in connections:
+            connection.close()
+        self.wait_until_idle()
+        self.chat(max_tokens=1)
+
+    def test_too_many_connections_hear_so(self):
+        with Server(beryl, self.model, *self.arguments, "--connections", "3") as server:
+            connections = [server.connect() for _ in range(3)]
+            time.sleep(0.1)
+            wait_until(lambda: server.request("GET", "/v1/models")[0] == 503)
+            self.assertEqual(server.request("GET", "/health")[0], 200)
+            for connection in connections:
+                connection.close()
+            wait_until(lambda: server.request("GET", "/v1/models")[0] == 200)
+
+    def test_a_slow_reader_does_not_slow_others(self):
+        slow = self.server.send_post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3000, "stream": True, "logprobs": True,
+                                                              "top_logprobs": 20, "logit_bias": self.long["logit_bias"]})
+        slow.recv(10)                                   # and no more: its reply, some megabytes, piles up
+        for _ in range(3):
+            self.chat(max_tokens=20)
+        wait_until(lambda: self.server.metrics()["requests_running"] == 0, 120)   # the engine is done with it all the same
+        data = b""
+        while b"[DONE]" not in data:
+            piece = slow.recv(1 << 20)
+            self.assertTrue(piece, "the stream was cut")
+            data = data[-100:] + piece
+        slow.close()
+
+    def test_a_server_that_is_told_to_end_finishes_first(self):
+        server = Server(beryl, self.model, *self.arguments)
+        body = {"messages": HELLO, "max_tokens": 2000, "logit_bias": self.long["logit_bias"], "stream": True}
+        connection = server.send_post("/v1/chat/completions", body)
+        data = connection.recv(4096)
+        server.process.send_signal(signal.SIGTERM)
+        with self.assertRaises(OSError):
+            for _ in range(100):                        # soon nobody new gets in
+                server.connect().close()
+                time.sleep(0.05)
+        while b"[DONE]" not in data:
+            piece = connection.recv(1 << 16)
+            self.assertTrue(piece, "the stream was cut")
+            data += piece
+        self.assertEqual(data.count(b'"finish_reason":"length"'), 1)
+        connection.close()
+        self.assertEqual(server.process.wait(60), 0)
+        server.__exit__(None)
+
+
+class LoadTest(ServerTest):
+    """Many at once: none lost, none mixed up, no page leaked."""
+    arguments = ("--device", "cpu", "--ctx", "256", "--parallel", "8", "--chunk", "48", "--cache-tokens", "1024", "--queue", "64")
+
+    def test_every_reply_is_the_one_given_alone(self):
+        shared = "You are a model of random weights. " * 3
+        questions = [f"{shared if i % 2 else ''}Question {i}?" for i in range(10)]
+        body = {"temperature": 0, "max_tokens": 60}
+        alone = [self.chat([{"role": "user", "content": text}], **body)["choices"][0]["message"]["content"] for text in questions]
+        failures = []
+
+        def client(seed):
+            draw = random.Random(seed)
+            try:
+                for _ in range(12):
+                    i = draw.randrange(len(questions))
+                    asked = body | {"messages": [{"role": "user", "content": questions[i]}]}
+                    kind = draw.randrange(4)
+                    if kind == 0:                        # leaves
+                        connection = self.server.send_post("/v1/chat/completions", asked | {"stream": draw.random() < 0.5})
+                        if draw.random() < 0.5:
+                            connection.recv(64)
+                        connection.close()
+                        continue
+                    if kind == 1:
+                        events = self.server.events("/v1/chat/completions", asked)
+                        text = "".join(json.loads(e)["choices"][0]["delta"].get("content", "") for e in events[:-1])
+                    else:
+                        text = self.chat(**asked)["choices"][0]["message"]["content"]
+                    if text != alone[i]:
+                        failures.append((i, text))
+            except Exception as error:                   # noqa: BLE001  whatever it is, the test has failed
+                failures.append(error)
+
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failures, [])
+        self.wait_until_idle()
+        self.assertGreater(self.server.metrics()["reused_tokens_total"], 1000)
+
+
+class ThinkingTest(ServerTest):
+    """A model with Gemma 4's tokens: thoughts are apart from content."""
+
+    @classmethod
+    def make_model(cls):
+        return make_speaking_model(cls.folder / "thinker", "gemma4_dense", bos=BOS, special=GEMMA4_SPECIAL, end=TURN_END)
+
+    def test_thoughts_are_reasoning(self):
+        # Forced: a thought is opened, and nothing but "A" comes after it until the budget closes it.
+        opened = {str(CHANNEL): 30, "65": 28, str(EOS): -100, str(TURN_END): -100}
+        answer = self.chat(max_tokens=20, temperature=0, reasoning_effort="high", thinking_budget=6,
+                           logit_bias={"65": 100, str(EOS): -100, str(TURN_END): -100})
+        self.assertEqual(answer["choices"][0]["message"]["content"], "A" * 20)
+        self.assertNotIn("reasoning_content", answer["choices"][0]["message"])
+        answer = self.chat(max_tokens=20, temperature=0, reasoning_effort="high", thinking_budget=6, frequency_penalty=1,
+                           logit_bias=opened)
+        message = answer["choices"][0]["message"]
+        self.assertEqual(message["reasoning_content"].count("A"), len(message["reasoning_content"]))
+        self.assertLessEqual(len(message["reasoning_content"]), 6)
+        self.assertIn("A", message["content"])
+        self.assertEqual(answer["choices"][0]["finish_reason"], "length")
+        # In a stream: the same, in the order in which it came.
+        body = {"messages": HELLO, "max_tokens": 20, "temperature": 0, "reasoning_effort": "high", "thinking_budget": 6, "frequency_penalty": 1,
+                "logit_bias": opened}
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in self.server.events("/v1/chat/completions", body)[:-1]]
+        self.assertEqual("".join(delta.get("reasoning_content", "") for delta in deltas), message["reasoning_content"])
+        self.assertEqual("".join(delta.get("content", "") for delta in deltas), message["content"])
+
+    def test_thoughts_are_blocks(self):
+        import anthropic
+        client = anthropic.Anthropic(base_url=self.server.url, api_key="none", max_retries=0)
+        fields = {"model": "any", "messages": HELLO, "max_tokens": 20, "thinking": {"type": "enabled", "budget_tokens": 6},
+                  "extra_body": {"temperature": 0, "frequency_penalty": 1, "logit_bias": {str(CHANNEL): 30, "65": 28, str(EOS): -100, str(TURN_END): -100}}}
+        whole = client.messages.create(**fields)
+        self.assertEqual([block.type for block in whole.content], ["thinking", "text"])
+        self.assertLessEqual(len(whole.content[0].thinking), 6)
+        with client.messages.stream(**fields) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_message()
+        answer = openai_client(self.server).responses.create(
+            model="any", input="Hello", max_output_tokens=20, temperature=0, reasoning={"effort": "low"},
+            extra_body=fields["extra_body"] | {"thinking_budget": 6})
+        self.assertEqual([item.type for item in answer.output], ["reasoning", "message"])
+        self.assertLess(answer.usage.output_tokens_details.reasoning_tokens, answer.usage.output_tokens)
+        self.assertGreater(answer.usage.output_tokens_details.reasoning_tokens, 0)
+        for kind in ("thinking", "text"):
+            self.assertEqual("".join(getattr(block, kind) for block in final.content if block.type == kind),
+                             "".join(getattr(block, kind) for block in whole.content if block.type == kind))
+
+
+class RealModelTest(unittest.TestCase):
+    @unittest.skipUnless(SMOLLM2.exists(), f"{SMOLLM2} is not there")
+    def test_a_chat_model(self):
+        with Server(beryl, SMOLLM2, "--device", "cpu", "--ctx", "1024") as server:
+            client = openai_client(server)
+            fields = {"model": "any", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+            whole = client.chat.completions.create(**fields, max_tokens=40)
+            alone = beryl("run", SMOLLM2, "--device", "cpu", "-p", fields["messages"][0]["content"], "--temp", "0", "-n", "40")
+            self.assertEqual(whole.choices[0].message.content, alone.stdout.decode().removesuffix("\n"))
+            text = whole.choices[0].message.content
+            with client.chat.completions.stream(**fields, max_tokens=200, stop=text[30:36]) as stream:
+                for _ in stream:
+                    pass
+                self.assertEqual(stream.get_final_completion().choices[0].message.content, text[:text.index(text[30:36])])
+            # Tools in text: the call is read back, its result is answered.
+            messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+            answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0, max_tokens=100)
+            choice = answer.choices[0]
+            self.assertEqual(choice.finish_reason == "tool_calls", bool(choice.message.tool_calls))
+            messages += [{"role": "assistant", "content": None, "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{\"city\": \"Paris\"}"}}]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "It rains, 12 degrees."}]
+            answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0, max_tokens=60)
+            self.assertTrue(answer.choices[0].message.content)
+
+    @unittest.skipUnless(GEMMA3.exists(), f"{GEMMA3} is not there")
+    def test_a_base_model(self):
+        with Server(beryl, GEMMA3, "--device", "cpu", "--ctx", "1024") as server:
+            client = openai_client(server)
+            prompt = "The capital of France is"
+            alone = client.completions.create(model="any", prompt=prompt, max_tokens=24, temperature=0)
+            run = beryl("run", GEMMA3, "--device", "cpu", "--raw", "-p", prompt, "--temp", "0", "-n", "24")
+            self.assertEqual(alone.choices[0].text, run.stdout.decode().removesuffix("\n"))
+            long = " ".join(["One two three four five six seven eight nine ten."] * 40)
+            texts = []
+            threads = [threading.Thread(target=lambda: texts.append(
+                client.completions.create(model="any", prompt=prompt, max_tokens=24, temperature=0).choices[0].text)) for _ in range(3)]
+            busy = threading.Thread(target=lambda: client.completions.create(model="any", prompt=long, max_tokens=8, temperature=0))
+            for thread in (busy, *threads):
+                thread.start()
+            for thread in (busy, *threads):
+                thread.join()
+            self.assertEqual(texts, [alone.choices[0].text] * 3)
+            # What repeats is guessed, and a beginning that was read is not read again.
+            again = server.post("/v1/completions", {"prompt": long, "max_tokens": 60, "temperature": 0})[1]
+            self.assertGreater(again["timings"]["reused_n"], 300)
+            self.assertGreater(again["timings"]["draft_n_accepted"], 0)
+
+
+def main():
+    global beryl
+    if len(sys.argv) < 3 or sys.argv[2] not in ("tiny", "real"):
+        sys.exit("usage: server_test.py BERYL tiny|real [UNITTEST OPTIONS]")
+    if "BERYL_CLIENTS" not in os.environ:
+        python = clients_python()
+        if python is None:
+            print("skipped: the clients' packages can not be had")
+            sys.exit(SKIPPED)
+        os.execve(python, [str(python), *sys.argv], os.environ | {"BERYL_CLIENTS": "1"})
+    beryl = Program(pathlib.Path(sys.argv[1]).resolve())
+    if sys.argv[2] == "real" and not SMOLLM2.exists() and not GEMMA3.exists():
+        print(f"skipped: neither {SMOLLM2} nor {GEMMA3} is there")
+        sys.exit(SKIPPED)
+    tiny = [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, ServerTest)
+            and name != "ServerTest"]
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]], defaultTest=["RealModelTest"] if sys.argv[2] == "real" else tiny)
+
+
+if __name__ == "__main__":
+    main()
