@@ -237,7 +237,7 @@ void print_ops(const Model& model, Backend& backend, const BenchOptions& options
       const StepPart& part = timed.part;
       std::string names;
       for (size_t op = part.op_begin; op < part.op_end; ++op)
-        names += (names.empty() ? "" : " ") + std::string(op_name(model.program.ops[op]));
+        names += fmt::format("{}{}", names.empty() ? "" : " ", op_name(model.program.ops[op]));
       const auto bytes = static_cast<double>(timed.bytes);
       text += fmt::format("| {} | {} | {:.1f} | {:.3f} | {:.1f} | {} | {:.1f} |\n", names, model.program.layer_of_op[part.op_end - 1],
                           part.microseconds, bytes * 1e-6, bytes / part.microseconds * 1e-3,
