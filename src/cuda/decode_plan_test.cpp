@@ -239,7 +239,9 @@ TEST_F(PlanTest, SharedMemoryIsEnoughForWhatIsCut) {
           DecodeNeeds alone;                           // attention by itself
           alone.attention_bytes = attention;
           alone.attention_slot_bytes = needs.attention_slot_bytes;
-          if (attention > 0) EXPECT_GE(cut_decode(alone, 1, shared).n_slots, 2);
+          if (attention > 0) {
+            EXPECT_GE(cut_decode(alone, 1, shared).n_slots, 2);
+          }
         }
       }
     }
