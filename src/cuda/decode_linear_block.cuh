@@ -101,10 +101,6 @@ struct LinearBlock {
 
   // Digits straight from what add_to_residual computes: only where no other warp writes the residual that this one reads.
   __device__ __forceinline__ bool direct() const { return p.n_chunks == 1 && (p.row_warps == 1 || n_rows == 1); }
-  // All chunks of x at once: of rows that are neither normed nor the residual.
-  __device__ __forceinline__ bool all_chunks() const {
-    return !p.residual && !p.has_norm && p.n_chunks * x_chunk_bytes(n_rows, group_bytes(x_form(p.format))) <= block.args.x_bytes;
-  }
   // Beyond the last row there is the last row once more: the same values go to the same places.
   __device__ __forceinline__ int row_at(int row) const { return kRows == 1 ? 0 : min(row, n_rows - 1); }
   __device__ __forceinline__ int lane_column(const ChunkColumns& columns, int i) const { return columns.first + i * 128 + block.lane * 4; }
@@ -289,7 +285,7 @@ struct LinearBlock {
     }
     __syncwarp();
   }
-  // x of all chunks (all_chunks).
+  // x of all chunks (LinearStart::x_all_bytes).
   __device__ __forceinline__ void prepare_all() const {
     if (!has_tile) return;
     __syncwarp();

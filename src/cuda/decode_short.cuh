@@ -95,7 +95,7 @@ struct ShortPath {
     }
     write_digits(n_held, v, index);
   }
-  // All rows and chunks of x (LinearBlock::all_chunks).
+  // All rows and chunks of x (LinearStart::x_all_bytes).
   __device__ __forceinline__ void take() const {
     if (!has_tile()) return;
     const int n_chunks = p.n_chunks;
