@@ -9,6 +9,7 @@
 
 namespace beryl::cuda {
 
+// Any phase.
 template <int kRows>
 struct Finish {
   const DecodeBlock& block;
@@ -108,7 +109,7 @@ struct Finish {
   }
 };
 
-// One row tile a unit, 15 or 16 warps that multiply, up to 4 chunks, no epilogue but gating (LinearPhase::short_finish).
+// One row tile a unit, 15 or 16 warps that multiply, up to 4 chunks, no epilogue but gating, up to 4 rows (kShortFinish).
 template <int kRows>
 struct ShortFinish {
   const DecodeBlock& block;

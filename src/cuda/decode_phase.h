@@ -113,7 +113,7 @@ struct LinearPhase {
   bool full;                        // each warp has 256 columns in each chunk, and no other warp has the same
   bool has_norm;
   bool norm_held;                   // the phase before fetches norm_weight to shared memory, where there is room
-  int16_t next_k_warps;
+  int16_t next_k_warps;             // of that phase
 };
 
 // QkvFinish and Attention of one layer, or Attention alone (finish = false: q is ready and all keys are in the cache).
