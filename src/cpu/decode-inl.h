@@ -608,9 +608,11 @@ HWY_INLINE void decode_units(const uint8_t* codes, const typename Codec::Scales&
   }
 }
 
-// One row to f32: 16 columns each at to, to + stride16, ...; writes ceil(cols / 32) whole units, zeros behind the end.
+// One row to f32: 16 columns each at to, to + stride16, ...; writes ceil(cols / 32) whole units, zeros behind the end. Blocks of codes are
+// code_step bytes apart.
 template <class Codec>
-HWY_INLINE void decode_row_to(const uint8_t* codes, const uint8_t* scales, int64_t cols, float* to, int64_t stride16) {
+HWY_INLINE void decode_row_to(const uint8_t* codes, const uint8_t* scales, int64_t cols, float* to, int64_t stride16,
+                              int64_t code_step = Codec::kCodeBytes) {
   constexpr int kColumns = 32 * Codec::kUnits;
   for (int64_t block = 0; block < cols / kColumns; ++block) {
     const auto prepared = Codec::prepare(codes, scales);
@@ -618,7 +620,7 @@ HWY_INLINE void decode_row_to(const uint8_t* codes, const uint8_t* scales, int64
       store16(low, to + 2 * unit * stride16);
       store16(high, to + (2 * unit + 1) * stride16);
     });
-    codes += Codec::kCodeBytes;
+    codes += code_step;
     scales += Codec::kScaleBytes;
     to += 2 * Codec::kUnits * stride16;
   }
