@@ -54,7 +54,7 @@ struct Matrix {
     matrix.tensor_scale = 1;
     storage.resize(static_cast<size_t>(packed_bytes(PackedForm::kBf16, matrix)) + 64);
     uint8_t* to = storage.data() + (64 - reinterpret_cast<size_t>(storage.data()) % 64) % 64;
-    packed = {to, packed_tile_bytes(PackedForm::kBf16, Format::kBf16, cols), (rows + kTileRows - 1) / kTileRows, PackedForm::kBf16};
+    packed = {to, packed_tile_bytes(PackedForm::kBf16, Format::kBf16, cols), (rows + kTileRows - 1) / kTileRows, PackedForm::kBf16, false};
     for (int64_t i = 0; i < stack * packed.n_tiles; ++i)
       pack_tile(PackedForm::kBf16, matrix, i / packed.n_tiles, i % packed.n_tiles, to + i * packed.tile_stride);
   }

@@ -333,17 +333,22 @@ class CpuExecutor final : public HostExecutor<float> {
     int64_t n_tiles;      // of one expert
     int64_t first_item;   // an item is piece_tiles tiles, or what is left of them
     int64_t piece_tiles;
+    std::span<PackedMatrix> packed;
 
     int64_t all_tiles() const { return parts[0].stack * n_tiles; }
-    void pack(int64_t begin, int64_t end) const {
+    // Whether these tiles are FP8 and plain.
+    bool pack(int64_t begin, int64_t end) const {
+      bool is_plain = form == PackedForm::kFloats;
       for (int64_t tile = begin; tile < end; ++tile) {
         uint8_t* at = to + tile * stride;
         for (const HostMatrix& part : parts) {
           pack_tile(form, part, tile / n_tiles, tile % n_tiles, at);
           at += packed_tile_bytes(form, part.format, part.cols);
+          is_plain = is_plain && part.format == Format::kFp8 && is_plain_fp8(part, tile / n_tiles, tile % n_tiles);
         }
       }
       for (const HostMatrix& part : parts) release_tiles(part, begin, end, n_tiles);
+      return is_plain;
     }
   };
 
@@ -364,24 +369,30 @@ class CpuExecutor final : public HostExecutor<float> {
         const int64_t n_tiles = (parts[0].rows + kTileRows - 1) / kTileRows;
         int64_t stride = 0;
         for (size_t i = 0; i < n_together; ++i) {
-          packed_[m][first + i] = {to + stride, 0, n_tiles, form};
+          packed_[m][first + i] = {to + stride, 0, n_tiles, form, false};
           stride += packed_tile_bytes(form, parts[i].format, parts[i].cols);
         }
         for (size_t i = 0; i < n_together; ++i) packed_[m][first + i].tile_stride = stride;
         const int64_t piece_tiles = std::max<int64_t>(1, kPieceBytes / stride);
-        jobs.push_back({parts, form, to, stride, n_tiles, n_items, piece_tiles});
+        jobs.push_back({parts, form, to, stride, n_tiles, n_items, piece_tiles, std::span(packed_[m]).subspan(first, n_together)});
         n_items += (jobs.back().all_tiles() + piece_tiles - 1) / piece_tiles;
         to += jobs.back().all_tiles() * stride;
       }
     }
     BERYL_CHECK(to == packed_weights_.data() + packed_weights_.bytes(), "all that was planned is packed");
+    std::vector<uint8_t> is_plain(static_cast<size_t>(n_items));
     pool_.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t item = begin; item < end; ++item) {
         const PackingJob& job = item_owner(jobs, item);
         const int64_t first = (item - job.first_item) * job.piece_tiles;
-        job.pack(first, std::min(first + job.piece_tiles, job.all_tiles()));
+        is_plain[static_cast<size_t>(item)] = job.pack(first, std::min(first + job.piece_tiles, job.all_tiles())) ? 1 : 0;
       }
     });
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const auto begin = is_plain.begin() + jobs[i].first_item,
+                 end = i + 1 < jobs.size() ? is_plain.begin() + jobs[i + 1].first_item : is_plain.end();
+      for (PackedMatrix& each : jobs[i].packed) each.is_plain_fp8 = std::all_of(begin, end, [](uint8_t plain) { return plain != 0; });
+    }
   }
 
   // Of jobs in the order of their items, the one that an item belongs to.

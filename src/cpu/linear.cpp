@@ -205,8 +205,14 @@ HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_
   }
 }
 
+template <class Visitor>
+HWY_INLINE void with_codec_of(const MatrixView& view, const Visitor& visitor) {
+  if (view.is_plain_fp8) return visitor(CodecFp8Plain{});
+  with_codec(view.format, visitor);
+}
+
 void dot_few_tokens(const MatrixView& view, int64_t row_begin, int64_t n_rows, const float* x, int n_tokens, float* z) {
-  with_codec(view.format, [&](auto codec) HWY_ATTR {
+  with_codec_of(view, [&](auto codec) HWY_ATTR {
     using Codec = decltype(codec);
     const auto dot = [&](auto is_packed) HWY_ATTR {
       constexpr bool kPacked = decltype(is_packed)::value;
@@ -229,7 +235,7 @@ void dot_few_tokens(const MatrixView& view, int64_t row_begin, int64_t n_rows, c
 // panel: [ceil(n_rows / 4)][padded_cols / 16][4][16]; rows behind the last are copies of it.
 void decode_panel(const MatrixView& view, int64_t row_begin, int64_t n_rows, float* panel) {
   const int64_t padded = PackedTokens::padded(view.cols);
-  with_codec(view.format, [&](auto codec) HWY_ATTR {
+  with_codec_of(view, [&](auto codec) HWY_ATTR {
     using Codec = decltype(codec);
     for (int64_t r = 0; r < (n_rows + kRowTile - 1) / kRowTile * kRowTile; ++r) {
       const int64_t row = row_begin + std::min(r, n_rows - 1);

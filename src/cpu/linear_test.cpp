@@ -10,6 +10,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -150,7 +151,7 @@ struct PackedFloats {
     storage.assign(static_cast<size_t>(stack * n_tiles * stride), 0xff);   // NaN in most formats: whatever is not written shows
     int64_t offset = 0;
     for (size_t i = 0; i < parts.size(); ++i) {
-      matrices[i] = {storage.data() + offset, stride, n_tiles, PackedForm::kFloats};
+      matrices[i] = {storage.data() + offset, stride, n_tiles, PackedForm::kFloats, false};
       for (int64_t tile = 0; tile < stack * n_tiles; ++tile)
         pack_tile(PackedForm::kFloats, *parts[i], tile / n_tiles, tile % n_tiles, storage.data() + offset + tile * stride);
       offset += packed_tile_bytes(PackedForm::kFloats, parts[i]->format, parts[i]->cols);
@@ -182,8 +183,35 @@ TEST_P(LinearTest, PackedFloatsHaveTheBitsOfTheFiles) {
         if (gated) product.packed_up = &packed.matrices[1];
         for (const int64_t block_rows : {kTileRows, kMaxItemRows})
           ASSERT_EQ(bits_of(multiply(product, x, 0, shape.n_tokens, {}, block_rows, 2)), bits_of(expected)) << block_rows << " rows at once";
+        if (format != Format::kFp8 || gated) continue;
+        PackedMatrix plain = packed.matrices[0];
+        plain.is_plain_fp8 = true;
+        for (int64_t tile = 0; tile < plain.n_tiles; ++tile) ASSERT_TRUE(is_plain_fp8(gate.matrix, 1, tile));
+        product.packed = &plain;
+        ASSERT_EQ(bits_of(multiply(product, x, 0, shape.n_tokens, {}, kMaxItemRows, 2)), bits_of(expected)) << "plain";
       }
     }
+}
+
+TEST(PackedMatrixTest, Fp8IsPlainWithoutNansAndWithSmallScales) {
+  constexpr int64_t kRows = 40, kCols = 7;
+  std::vector<std::byte> codes(kRows * kCols, std::byte{0x7e});
+  std::vector<float> scales(kRows, -1.5f);
+  HostMatrix matrix;
+  matrix.format = Format::kFp8;
+  matrix.rows = kRows;
+  matrix.cols = kCols;
+  matrix.codes = codes.data();
+  matrix.scales = reinterpret_cast<const std::byte*>(scales.data());
+  const auto plain = [&](int64_t tile) { return is_plain_fp8(matrix, 0, tile); };
+  EXPECT_TRUE(plain(0) && plain(1));
+  codes.back() = std::byte{0xff};
+  EXPECT_TRUE(plain(0) && !plain(1));
+  codes.back() = std::byte{0xfe};
+  scales[31] = 0x1p100f;
+  EXPECT_TRUE(!plain(0) && plain(1));
+  scales[31] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(!plain(0) && plain(1));
 }
 
 TEST_P(LinearTest, NormsAndEpiloguesAreExactWithinRoundoff) {

@@ -17,6 +17,7 @@ struct MatrixView {
   int64_t scale_stride;
   // PackedForm::kFloats: where a tile of rows and a group of a tile begin; 32 columns of a row are code_stride from those of the next.
   bool is_packed = false;
+  bool is_plain_fp8 = false;
   int64_t tile_stride = 0;
   int64_t group_stride = 0;
   int64_t interleaved_rows = 0;   // HostMatrix's; packed rows are in order, though their scales are not
@@ -40,6 +41,7 @@ inline MatrixView view_of(const HostMatrix& matrix, const PackedMatrix* packed, 
   view.interleaved_rows = matrix.interleaved_rows;
   if (packed != nullptr) {
     view.is_packed = true;
+    view.is_plain_fp8 = packed->is_plain_fp8;
     view.codes = packed->tile(expert, 0);
     view.code_stride = float_unit_bytes(matrix.format);
     view.tile_stride = packed->tile_stride;

@@ -267,6 +267,17 @@ int64_t packed_bytes(PackedForm form, const HostMatrix& matrix) {
   return matrix.stack * ((matrix.rows + kTileRows - 1) / kTileRows) * packed_tile_bytes(form, matrix.format, matrix.cols);
 }
 
+bool is_plain_fp8(const HostMatrix& matrix, int64_t expert, int64_t tile) {
+  const int64_t row_end = std::min<int64_t>((tile + 1) * kTileRows, matrix.rows);
+  for (int64_t row = tile * kTileRows; row < row_end; ++row) {
+    const uint8_t* codes = as_bytes(matrix.row_codes(expert, row));
+    int n_nans = 0;
+    for (int64_t c = 0; c < matrix.cols; ++c) n_nans += (codes[c] & 0x7f) == 0x7f ? 1 : 0;
+    if (n_nans > 0 || !(std::abs(load_as<float>(as_bytes(matrix.row_scales(expert, row)))) < 0x1p100f)) return false;
+  }
+  return true;
+}
+
 void pack_tile(PackedForm form, const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* to) {
   const int64_t row_begin = tile * kTileRows, n_rows = std::min<int64_t>(kTileRows, matrix.rows - row_begin);
   const int64_t tile_bytes = packed_tile_bytes(form, matrix.format, matrix.cols);

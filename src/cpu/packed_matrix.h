@@ -95,6 +95,7 @@ struct PackedMatrix {
   int64_t tile_stride = 0;         // bytes from a tile to the next, a multiple of 64; between a gate's tiles lie those of its up
   int64_t n_tiles = 0;             // of one expert
   PackedForm form = PackedForm::kNone;
+  bool is_plain_fp8 = false;       // of the whole matrix: see below
 
   const uint8_t* tile(int64_t expert, int64_t index) const { return data + (expert * n_tiles + index) * tile_stride; }
 };
@@ -108,6 +109,9 @@ inline int64_t float_group_bytes(Format format, int64_t cols) {
 int64_t packed_tile_bytes(PackedForm form, Format format, int64_t cols);
 // Bytes of the whole matrix, packed. Requires a form that the format has.
 int64_t packed_bytes(PackedForm form, const HostMatrix& matrix);
+
+// Whether a tile of FP8 holds no NaN, and scales far from overflow: it is decoded with half of the instructions then.
+bool is_plain_fp8(const HostMatrix& matrix, int64_t expert, int64_t tile);
 
 // One tile of a matrix to `to` (packed_tile_bytes).
 void pack_tile(PackedForm form, const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* to);
