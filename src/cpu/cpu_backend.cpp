@@ -398,7 +398,8 @@ class CpuExecutor final : public HostExecutor<float> {
   // Of jobs in the order of their items, the one that an item belongs to.
   template <class AnyJob>
   static const AnyJob& item_owner(const std::vector<AnyJob>& jobs, int64_t item) {
-    return *(std::upper_bound(jobs.begin(), jobs.end(), item, [](int64_t value, const AnyJob& each) { return value < each.first_item; }) - 1);
+    const auto next = std::upper_bound(jobs.begin(), jobs.end(), item, [](int64_t value, const AnyJob& each) { return value < each.first_item; });
+    return *(next - 1);
   }
 
   // Null: not packed.

@@ -284,9 +284,9 @@ void run(const Product& product, int64_t row_begin, int64_t row_end, int64_t til
   alignas(64) float z[2][kTokenTile * kMaxItemRows];
   const int64_t n_rows = row_end - row_begin;
   const int n_parts = product.up == nullptr ? 1 : 2;
-  const bool has_up = product.up != nullptr;
-  const MatrixView views[2] = {view_of(*product.weight, product.packed, product.expert),
-                               view_of(has_up ? *product.up : *product.weight, has_up ? product.packed_up : product.packed, product.expert)};
+  MatrixView views[2];
+  views[0] = views[1] = view_of(*product.weight, product.packed, product.expert);
+  if (product.up != nullptr) views[1] = view_of(*product.up, product.packed_up, product.expert);
   const PackedTokens& x = product.x;
   // Lanes of z behind the last row are computed with and never stored; they hold zeros, not garbage, so that no
   // denormals or NaNs slow the epilogue down.

@@ -1,8 +1,8 @@
 // Weights as products read them: tiles of 32 rows. What a tile holds depends on the activations (PackedForm).
 //
-// In kCodes and kBf16 all rows lie side by side, two strips of 16. A tile's columns come in groups of 32; the codes of a group and strip are vectors of 64
-// bytes, in which lane r (4 bytes) holds consecutive columns of row r. So a dot instruction that adds four products of bytes to
-// a 32-bit lane needs no shuffle, a lane's sum belongs to one row, and no sum is ever folded across lanes.
+// In kCodes and kBf16 all rows lie side by side, in two strips of 16. Columns come in groups of 32; the codes of a group and strip are
+// vectors of 64 bytes, in which lane r (4 bytes) holds consecutive columns of row r. So a dot instruction that adds four products
+// of bytes to a 32-bit lane needs no shuffle, a lane's sum belongs to one row, and no sum is ever folded across lanes.
 //
 //   code vectors of a group and strip, columns of byte b of a lane
 //     8 bits   8 vectors: vector v holds column 4 v + b
@@ -95,7 +95,7 @@ struct PackedMatrix {
   int64_t tile_stride = 0;         // bytes from a tile to the next, a multiple of 64; between a gate's tiles lie those of its up
   int64_t n_tiles = 0;             // of one expert
   PackedForm form = PackedForm::kNone;
-  bool is_plain_fp8 = false;       // of the whole matrix: see below
+  bool is_plain_fp8 = false;       // all its tiles are (is_plain_fp8)
 
   const uint8_t* tile(int64_t expert, int64_t index) const { return data + (expert * n_tiles + index) * tile_stride; }
 };
