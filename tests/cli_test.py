@@ -136,6 +136,9 @@ class WrongUseTest(CliTest):
             (["bench", model, "--head", "q8_0"], "--head", "--synthetic"),
             (["bench", model, "--device", "reference", "--cache", "f32"], "--cache", "double"),
             (["bench", model, "--device", "reference", "--exact"], "--exact", "reference"),
+            (["bench", model, "--device", "reference", "--activations", "bf16"], "--activations bf16", "reference"),
+            (["bench", model, "--exact", "--activations", "bf16"], "--activations bf16", "--exact"),
+            (["bench", model, "--activations", "f16"], "--activations is 'f16'", "bf16"),
             (["bench", model, "-o", "csv"], "-o is 'csv'", "jsonl"),
             (["bench", model, "-p", "0", "-n", "0"], "nothing to measure"),
             (["bench", model, "-p", "-1"], "-p is '-1'", "whole numbers"),
@@ -737,10 +740,13 @@ class RunTest(SpeakingCase):
 
     def test_chunks_threads_and_devices_change_nothing(self):
         prompt = "All the same, whatever the size of the steps. " * 3
-        coarse = [[], ["--chunk", 1], ["--chunk", 7], ["--threads", 1], ["--device", "cpu"], ["--ctx", 200]]
-        exact = [["--exact"], ["--exact", "--chunk", 7], ["--device", "reference"]]
-        for same in coarse, exact:
-            self.assertEqual(len({self.run_text("--raw", "-p", prompt, "-n", 30, *options) for options in same}), 1)
+        texts = {self.run_text("--raw", "-p", prompt, "-n", 30, *options)
+                 for options in ([], ["--chunk", 1], ["--chunk", 7], ["--threads", 1], ["--device", "cpu"],
+                                 ["--device", "reference"], ["--exact"], ["--exact", "--chunk", 7], ["--ctx", 200])}
+        self.assertEqual(len(texts), 1)
+        coarse = {self.run_text("--raw", "-p", prompt, "-n", 30, "--activations", "bf16", *options)
+                  for options in ([], ["--chunk", 7], ["--threads", 1])}
+        self.assertEqual(len(coarse), 1)
 
     def test_a_context_beyond_the_models_own_is_one_warning(self):
         model = make_speaking_model(self.folder / "short", context=64)

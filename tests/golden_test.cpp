@@ -4,8 +4,8 @@
 //       every probe, and greedy ids for every chunk size from 1 to 41. The bound on the double-precision backend is the
 //       golden data's own (2e-4, fp32 against double). The CPU's bound comes from the data: its sums are fp32 like the
 //       golden run's, so it may be off the double result by a few times what that run is off ("cpu_exact"); with caches
-//       of f16 ("cpu"), whose roundings are 2^13 times as large, by as many times that, and with operands of bf16, which matrices of
-//       BF16 take there (the folders', and some GGUF files'), by 2^16 times.
+//       of f16 ("cpu"), whose roundings are 2^13 times as large, by as many times that; with operands of bf16 for matrices of BF16
+//       (the folders', and some GGUF files'), which have to be asked for ("cpu_bf16"), by 2^16 times.
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -90,7 +90,9 @@ class GoldenTest : public testing::TestWithParam<Case> {
     model_ = open_model(path);
     golden_ = std::make_unique<Golden>(c.model);
     backend_ = c.backend == "reference" ? make_reference_backend(1)
-                                        : make_cpu_backend(2, c.backend == "cpu" ? CpuPrecision::kFast : CpuPrecision::kExact);
+                                        : make_cpu_backend(2, c.backend == "cpu"        ? CpuPrecision::kFast
+                                                              : c.backend == "cpu_bf16" ? CpuPrecision::kBf16
+                                                                                        : CpuPrecision::kExact);
     reference_ = make_reference_backend(1);
   }
 
@@ -110,7 +112,7 @@ class GoldenTest : public testing::TestWithParam<Case> {
     return runs() * std::max(worst_difference(golden, exact), largest * 0x1p-23);
   }
   double runs() const {
-    return GetParam().backend != "cpu" ? kFp32Runs : GetParam().source == Source::kGgufF32 ? kF16Runs : kBf16Runs;
+    return GetParam().backend == "cpu_bf16" ? kBf16Runs : GetParam().backend == "cpu" ? kF16Runs : kFp32Runs;
   }
 
   Model model_;
@@ -206,8 +208,8 @@ std::vector<Case> cases() {
   std::vector<Case> all;
   for (const char* model : kModels)
     for (Source source : {Source::kFolder, Source::kGgufF32, Source::kGgufBf16})
-      for (const char* backend : {"reference", "cpu", "cpu_exact"})
-        if (source == Source::kFolder || std::string(backend) != "cpu") all.push_back({model, source, backend});
+      for (const std::string backend : {"reference", "cpu", "cpu_bf16", "cpu_exact"})
+        if (source == Source::kFolder || (backend != "cpu" && backend != "cpu_bf16")) all.push_back({model, source, backend});
   return all;
 }
 

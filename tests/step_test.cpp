@@ -23,12 +23,14 @@ namespace {
 // One executor of each backend, kept at equal values.
 class StepRun {
  public:
-  StepRun(const Model& model, const RunLimits& run)   // with caches of f32, so that both start from the same values
+  // With caches of f32, so that both start from the same values.
+  StepRun(const Model& model, const RunLimits& run, CpuPrecision precision, const Tolerance& tolerance)
       : limits_(limits_for(model.program, run)),
         pages_(limits_),
         image_(model.program, limits_),
+        tolerance_(tolerance),
         exact_(make_reference_backend(1)->prepare(model.program, limits_)),
-        fast_(make_cpu_backend(2)->prepare(model.program, limits_)) {
+        fast_(make_cpu_backend(2, precision)->prepare(model.program, limits_)) {
     data_.program = model.program;
     // Golden weights are floats: no block has a min.
     for (const WeightMatrix& matrix : model.weights->set.matrices) data_.without_mins.push_back(matrix.parts);
@@ -147,7 +149,7 @@ class StepRun {
   StepLimits limits_;
   PageTables pages_;
   CacheImage image_;
-  const Tolerance tolerance_ = options_for("cpu", CacheType::kF32).tolerance;
+  const Tolerance tolerance_;
   std::unique_ptr<Executor> exact_, fast_;
   std::vector<int64_t> lengths_;
   std::map<std::string, int64_t> n_values_;   // compared, by op
@@ -158,16 +160,16 @@ class StepTest : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Golden, StepTest, testing::ValuesIn(test::golden_models()),
                          [](const auto& info) { return info.param; });
 
-TEST_P(StepTest, EveryOpIsWithinItsBound) {
-  const Model model = open_model(test::golden_folder(GetParam()));
-  const std::vector<int32_t> a = test::golden_ids(GetParam(), "long"), b = test::golden_ids(GetParam(), "b1");
+void expect_every_op_within_its_bound(const std::string& name, CpuPrecision precision, const Tolerance& tolerance) {
+  const Model model = open_model(test::golden_folder(name));
+  const std::vector<int32_t> a = test::golden_ids(name, "long"), b = test::golden_ids(name, "b1");
   RunLimits run;
   run.context = 96;
   run.chunk_tokens = 37;
   run.n_sequences = 2;
   run.cache_type = CacheType::kF32;
   run.step_tokens = run.n_outputs = 74;
-  StepRun step(model, run);
+  StepRun step(model, run, precision, tolerance);
   const auto slice = [](const std::vector<int32_t>& ids, int begin, int end) {
     return std::vector<int32_t>(ids.begin() + begin, ids.begin() + end);
   };
@@ -178,12 +180,18 @@ TEST_P(StepTest, EveryOpIsWithinItsBound) {
   step.step({slice(a, 0, 30), slice(b, 4, 13)});
   EXPECT_TRUE(step.damaged_guards().empty());
   for (const Op& op : model.program.ops) {
-    const std::string name = op_name(op);
-    if (name == "Sample" || name == "Advance" || name == "CopyPages") continue;   // they have tests of their own
-    EXPECT_TRUE(step.n_values().contains(name)) << name << " was not compared";
+    const std::string op_is = op_name(op);
+    if (op_is == "Sample" || op_is == "Advance" || op_is == "CopyPages") continue;   // they have tests of their own
+    EXPECT_TRUE(step.n_values().contains(op_is)) << op_is << " was not compared";
   }
   EXPECT_GT(step.worst(), 1e-3);   // a bound that nothing comes near would show nothing
-  RecordProperty("worst_error_of_bound", fmt::format("{:.3f}", step.worst()));
+  testing::Test::RecordProperty("worst_error_of_bound", fmt::format("{:.3f}", step.worst()));
+}
+
+TEST_P(StepTest, EveryOpIsWithinItsBound) { expect_every_op_within_its_bound(GetParam(), CpuPrecision::kFast, Tolerance{}); }
+// The golden weights are BF16.
+TEST_P(StepTest, EveryOpIsWithinItsBoundWithBf16Activations) {
+  expect_every_op_within_its_bound(GetParam(), CpuPrecision::kBf16, options_for("cpu-bf16", CacheType::kF32).tolerance);
 }
 
 }  // namespace

@@ -25,7 +25,10 @@ bool hides_gpus() {
 #endif
 
 std::unique_ptr<Backend> make_cpu(const DeviceOptions& options) {
-  return make_cpu_backend(static_cast<int>(options.n_threads), options.exact ? CpuPrecision::kExact : CpuPrecision::kFast);
+  const CpuPrecision precision = options.exact                   ? CpuPrecision::kExact
+                                 : options.activations == "bf16" ? CpuPrecision::kBf16
+                                                                 : CpuPrecision::kFast;
+  return make_cpu_backend(static_cast<int>(options.n_threads), precision);
 }
 
 }  // namespace
@@ -38,6 +41,9 @@ void add_device_options(CLI::App& app, DeviceOptions& options, const std::string
       ->group(heading);
   app.add_flag("--exact", options.exact, "CPU: activations and cache in f32, as exact as it goes; slower (default: 8 bits a group of 32, cache f16)")
       ->group(heading);
+  add_choice(app, "--activations", options.activations, {"default", "bf16"},
+             "CPU: bf16 rounds what BF16 weights are multiplied with: up to twice as fast, 2^-8 off (default: f32 there)")
+      ->group(heading);
 }
 
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
@@ -45,6 +51,9 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   if (options.exact && options.name != "cpu" && options.name != "auto")
     throw UsageError(fmt::format("--exact is for the CPU's backend, --device is {}{}", options.name,
                                  options.name == "reference" ? ", which has double precision anyway" : ""));
+  if (options.activations == "bf16" && (options.exact || (options.name != "cpu" && options.name != "auto")))
+    throw UsageError(fmt::format("--activations bf16 is for the CPU's backend without --exact, not {}",
+                                 options.exact ? "with it" : "--device " + options.name));
   if (options.name == "reference") return make_reference_backend(n_threads);
   if (options.name == "cpu") return make_cpu(options);
 #ifdef BERYL_HAS_CUDA

@@ -16,9 +16,10 @@ struct DeviceOptions {
   std::string name = "auto";     // auto, cpu, reference, cuda
   int64_t n_threads = 0;         // of host backends; 0: one a core
   bool exact = false;            // of the CPU backend: no activations in 8 bits
+  std::string activations = "default";   // bf16: of the CPU backend, in products with BF16 weights
 };
 
-// --device, --threads and --exact, under this heading of the help.
+// --device, --threads, --exact and --activations, under this heading of the help.
 void add_device_options(CLI::App& app, DeviceOptions& options, const std::string& heading = "Options");
 
 // auto: the GPU where this build and this machine have one that can be used, else the CPU and a line that says why. Throws

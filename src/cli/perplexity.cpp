@@ -83,9 +83,9 @@ int run_perplexity(const PerplexityOptions& options) {
   std::unique_ptr<Backend> backend = make_backend(options.device);
   std::unique_ptr<Backend> against;
   if (options.against == "exact") {
-    against = make_backend({"cpu", options.device.n_threads, true});
+    against = make_backend({.name = "cpu", .n_threads = options.device.n_threads, .exact = true});
   } else if (!options.against.empty()) {
-    against = make_backend({options.against, options.device.n_threads, false});
+    against = make_backend({.name = options.against, .n_threads = options.device.n_threads});
   }
   const PerplexityResult result = load_on(options.device, backend, [&](Backend& device) {
     return measure_perplexity(model.program, device, against.get(), request);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -99,34 +100,24 @@ std::string rate(int64_t n, double seconds) {
 
 class Runner {
  public:
-  explicit Runner(const RunOptions& options) : options_(options), model_(open_model(options.model)) {
+  explicit Runner(const RunOptions& options)
+      : options_(options),
+        model_(open_model(options.model)),
+        tokenizer_to_come_(std::async(std::launch::async, [this] { return require_tokenizer(*model_.checkpoint); })) {
     for (const std::string& warning : model_.checkpoint->warnings()) print_warning(warning);
-    tokenizer_ = require_tokenizer(*model_.checkpoint);
-    if (!options_.raw) {
-      const TemplateChoice choice = options_.chat_template.empty()              ? TemplateChoice::kAuto
-                                    : options_.chat_template == kBuiltInTemplate ? TemplateChoice::kBuiltIn
-                                                                                 : TemplateChoice::kFile;
-      writer_ = make_chat_writer(*model_.checkpoint, *tokenizer_, choice, options_.chat_template);
-      if (writer_ == nullptr)
-        throw Error(
-            ErrorCode::kUnsupported,
-            fmt::format("{}: has no chat format that beryl knows; with --raw it goes on with a text", options_.model));
-      for (const std::string& warning : writer_->warnings()) print_warning(warning);
-      if (options_.think && !writer_->can_think())
-        print_warning(fmt::format("--think changes nothing: the chat format ({}) has no thinking", writer_->name()));
-    }
     if (options_.context > model_.config.context)
       print_warning(fmt::format("--ctx {} is more than the {} positions that the model was made for", options_.context,
                                 model_.config.context));
-    set_sampling();
-    if (options_.n_constraints() > 0) {
-      constraint_ = ConstraintCompiler(*tokenizer_, model_.config.vocab, usable_cores()).compile(constraint_of(options_));
-      for (const std::string& note : constraint_->notes()) print_warning(note);
-    }
     backend_ = make_backend(options_.device);
   }
 
   int answer(const std::string& prompt) {
+    // A byte is a token at most; what a template adds is seldom more than this.
+    constexpr size_t kTemplateBytes = 1024;
+    // Files and expressions of the user's are read first: what is wrong with them should not be told after a long load.
+    if (options_.n_constraints() == 0 && options_.chat_template.empty())
+      prepare(static_cast<int64_t>(prompt.size() + options_.system_text.size() + kTemplateBytes), true);
+    prepare_text();
     Turn turn;
     if (options_.raw) {
       turn.ids = encode_raw_prompt(*tokenizer_, prompt, options_.parse_special);
@@ -134,7 +125,7 @@ class Runner {
       turn = Conversation(*writer_, *tokenizer_, options_.system_text, options_.think).next_turn(prompt);
     }
     if (turn.ids.empty()) throw UsageError("the prompt is empty, and this model begins with no token of its own");
-    prepare(static_cast<int64_t>(turn.ids.size()));
+    prepare(static_cast<int64_t>(turn.ids.size()), false);
     if (static_cast<int64_t>(turn.ids.size()) > stepper_->context())
       throw Error(ErrorCode::kBadInput, fmt::format("the prompt has {} tokens, the context {}{}", turn.ids.size(),
                                                     stepper_->context(), options_.context == 0 ? "" : " (--ctx)"));
@@ -145,7 +136,8 @@ class Runner {
   }
 
   int converse() {
-    prepare(0);
+    prepare_text();
+    prepare(0, false);
     Conversation conversation(*writer_, *tokenizer_, options_.system_text, options_.think);
     print_note(fmt::format("A conversation with {}. /reset forgets it, /exit or Ctrl-D ends it, Ctrl-C ends a reply.",
                            model_name()));
@@ -175,7 +167,8 @@ class Runner {
 
   // Each line is a text of its own, and goes on.
   int continue_lines() {
-    prepare(0);
+    prepare_text();
+    prepare(0, false);
     print_note(fmt::format("{} goes on with each line. /exit or Ctrl-D ends, Ctrl-C ends a reply.", model_name()));
     return for_each_line([&](const std::string& text, InterruptCatcher& interrupts) {
       Turn turn;
@@ -188,6 +181,30 @@ class Runner {
   }
 
  private:
+  // The tokenizer, which another thread has made meanwhile, and what depends on it.
+  void prepare_text() {
+    tokenizer_ = tokenizer_to_come_.get();
+    if (!options_.raw) {
+      const TemplateChoice choice = options_.chat_template.empty()              ? TemplateChoice::kAuto
+                                    : options_.chat_template == kBuiltInTemplate ? TemplateChoice::kBuiltIn
+                                                                                 : TemplateChoice::kFile;
+      writer_ = make_chat_writer(*model_.checkpoint, *tokenizer_, choice, options_.chat_template);
+      if (writer_ == nullptr)
+        throw Error(
+            ErrorCode::kUnsupported,
+            fmt::format("{}: has no chat format that beryl knows; with --raw it goes on with a text", options_.model));
+      for (const std::string& warning : writer_->warnings()) print_warning(warning);
+      if (options_.think && !writer_->can_think())
+        print_warning(fmt::format("--think changes nothing: the chat format ({}) has no thinking", writer_->name()));
+    }
+    set_sampling();
+    if (options_.n_constraints() > 0) {
+      constraint_ = ConstraintCompiler(*tokenizer_, model_.config.vocab, usable_cores()).compile(constraint_of(options_));
+      for (const std::string& note : constraint_->notes()) print_warning(note);
+    }
+    load_seconds_ = seconds_since(start_);
+  }
+
   static constexpr int kSequence = 0;
 
   std::string model_name() const { return model_.config.name.empty() ? options_.model : model_.config.name; }
@@ -219,9 +236,14 @@ class Runner {
     return std::min(model, std::max(kDefaultContext, n_prompt + std::min(reply, model)));
   }
 
-  void prepare(int64_t n_prompt) {
+  // What a prompt of n_prompt tokens needs, unless that is there; if_certain: only where every shorter one needs the same. It takes a
+  // while, in which the tokenizer is made.
+  void prepare(int64_t n_prompt, bool if_certain) {
     RunLimits run;
     run.context = choose_context(n_prompt);
+    if (if_certain && run.context != choose_context(0)) return;
+    if (stepper_ != nullptr && stepper_->context() >= run.context) return;
+    stepper_.reset();
     stepper_ = load_on(options_.device, backend_, [&](Backend& backend) {
       run.chunk_tokens = options_.chunk_tokens > 0 ? static_cast<int>(std::min(options_.chunk_tokens, run.context))
                                                    : fitting_chunk(model_.program, run, backend, kHostChunk);
@@ -318,6 +340,7 @@ class Runner {
   const Clock::time_point start_ = Clock::now();
   const RunOptions& options_;
   Model model_;
+  std::future<std::unique_ptr<Tokenizer>> tokenizer_to_come_;
   std::unique_ptr<Tokenizer> tokenizer_;
   std::unique_ptr<ChatWriter> writer_;   // null: raw
   SampleParams sampling_;

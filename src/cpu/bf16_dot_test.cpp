@@ -52,11 +52,11 @@ struct Matrix {
     matrix.codes = reinterpret_cast<const std::byte*>(codes.data());
     matrix.stack_stride_bytes = rows * cols * 2;
     matrix.tensor_scale = 1;
-    storage.resize(static_cast<size_t>(packed_bytes(matrix)) + 64);
+    storage.resize(static_cast<size_t>(packed_bytes(PackedForm::kBf16, matrix)) + 64);
     uint8_t* to = storage.data() + (64 - reinterpret_cast<size_t>(storage.data()) % 64) % 64;
-    packed = {to, packed_tile_bytes(Format::kBf16, cols), (rows + kTileRows - 1) / kTileRows};
+    packed = {to, packed_tile_bytes(PackedForm::kBf16, Format::kBf16, cols), (rows + kTileRows - 1) / kTileRows, PackedForm::kBf16, false};
     for (int64_t i = 0; i < stack * packed.n_tiles; ++i)
-      pack_tile(matrix, i / packed.n_tiles, i % packed.n_tiles, to + i * packed.tile_stride);
+      pack_tile(PackedForm::kBf16, matrix, i / packed.n_tiles, i % packed.n_tiles, to + i * packed.tile_stride);
   }
   float weight(int64_t expert, int64_t r, int64_t c) const {
     const float w = bf16_to_f32(codes[static_cast<size_t>((expert * matrix.rows + r) * matrix.cols + c)]);

@@ -48,41 +48,46 @@ struct ScratchSizes {
   int64_t n_attention_tasks = 0;
 };
 
-// Which matrices are multiplied in integers or in bf16: those of Linear and Experts with integer codes or BF16, a gated pair only together.
+// How matrices are packed: those of Linear and Experts, codes to be multiplied in integers, floats in f32, or BF16 in bf16 where that was
+// asked for; a gated pair only together.
 // The router stays in f32: its choice among experts should not hang on a rounding of activations.
 class PackingPlan {
  public:
   PackingPlan(const Program& program, CpuPrecision precision) {
-    for (const WeightMatrix& matrix : program.weights->matrices) packs_.emplace_back(matrix.parts.size(), false);
-    pairs_.resize(packs_.size());
+    for (const WeightMatrix& matrix : program.weights->matrices) forms_.emplace_back(matrix.parts.size(), PackedForm::kNone);
+    pairs_.resize(forms_.size());
     if (precision == CpuPrecision::kExact) return;
     const auto pack = [&](MatrixRef ref, bool gated) {
       const WeightMatrix& matrix = program.matrix(ref);
-      std::vector<bool>& packs = packs_[static_cast<size_t>(ref.index)];
-      for (size_t part = 0; part < matrix.parts.size(); ++part) packs[part] = is_packable(matrix.parts[part].format);
-      const auto is_bf16 = [&](size_t part) { return matrix.parts[part].format == Format::kBf16; };
-      if (gated && !(packs[0] && packs[1] && is_bf16(0) == is_bf16(1))) packs[0] = packs[1] = false;
-      pairs_[static_cast<size_t>(ref.index)] = gated && packs[0];
+      std::vector<PackedForm>& forms = forms_[static_cast<size_t>(ref.index)];
+      for (size_t part = 0; part < matrix.parts.size(); ++part) {
+        const Format format = matrix.parts[part].format;
+        forms[part] = has_integer_codes(format)                                         ? PackedForm::kCodes
+                      : precision == CpuPrecision::kBf16 && format == Format::kBf16 ? PackedForm::kBf16
+                                                                                    : PackedForm::kFloats;
+      }
+      if (gated && forms[0] != forms[1]) forms[0] = forms[1] = PackedForm::kNone;
+      pairs_[static_cast<size_t>(ref.index)] = gated && forms[0] != PackedForm::kNone;
     };
     for (const Op& op : program.ops) {
       if (const auto* linear = std::get_if<Linear>(&op)) pack(linear->weight, is_gated(linear->epilogue));
       if (const auto* experts = std::get_if<Experts>(&op)) pack(experts->gate_up, true), pack(experts->down, false);
     }
   }
-  bool packs(size_t matrix, size_t part) const { return packs_[matrix][part]; }
+  PackedForm form(size_t matrix, size_t part) const { return forms_[matrix][part]; }
   // Gate and up are read together, so their tiles take turns in one stream.
   bool pairs(size_t matrix) const { return pairs_[matrix]; }
   int64_t bytes(const Program& program) const {
     int64_t sum = 0;
-    for (size_t m = 0; m < packs_.size(); ++m)
-      for (size_t part = 0; part < packs_[m].size(); ++part)
-        if (packs_[m][part]) sum += packed_bytes(program.weights->matrices[m].parts[part]);
+    for (size_t m = 0; m < forms_.size(); ++m)
+      for (size_t part = 0; part < forms_[m].size(); ++part)
+        if (forms_[m][part] != PackedForm::kNone) sum += packed_bytes(forms_[m][part], program.weights->matrices[m].parts[part]);
     return sum;
   }
 
  private:
-  std::vector<std::vector<bool>> packs_;   // [matrices][parts]
-  std::vector<bool> pairs_;                // [matrices]
+  std::vector<std::vector<PackedForm>> forms_;   // [matrices][parts]
+  std::vector<bool> pairs_;                      // [matrices]
 };
 
 constexpr const char* kPackedLabel = "weights, packed for products";
@@ -139,16 +144,15 @@ class ScratchCounter {
   static void grow(int64_t& size, int64_t needed) { size = std::max(size, needed); }
   void add_product(MatrixRef ref, int64_t n_tokens, int64_t cols, bool gated) {
     for (size_t part = 0; part < program_.matrix(ref).parts.size(); ++part) {
-      if (!packing_.packs(static_cast<size_t>(ref.index), part)) {
-        add_f32_product(n_tokens, cols, gated);
-        continue;
+      switch (packing_.form(static_cast<size_t>(ref.index), part)) {
+        case PackedForm::kNone:
+        case PackedForm::kFloats: add_f32_product(n_tokens, cols, gated); break;
+        case PackedForm::kBf16: grow(sizes_.rounded, Bf16Tokens::floats(n_tokens, cols)); break;
+        case PackedForm::kCodes:
+          grow(sizes_.quantized, QuantizedTokens::floats(n_tokens, cols));
+          if (n_tokens > kFewTokens) grow(sizes_.panels, expanded_floats(cols, gated));
+          break;
       }
-      if (program_.matrix(ref).parts[part].format == Format::kBf16) {
-        grow(sizes_.rounded, Bf16Tokens::floats(n_tokens, cols));
-        continue;
-      }
-      grow(sizes_.quantized, QuantizedTokens::floats(n_tokens, cols));
-      if (n_tokens > kFewTokens) grow(sizes_.panels, expanded_floats(cols, gated));
     }
   }
   void add_f32_product(int64_t n_tokens, int64_t cols, bool gated) {
@@ -185,7 +189,7 @@ std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
 // Of the cache's values: f16 unless they are to be exact or f32 is asked for.
 bool cache_is_f16(CacheType type, CpuPrecision precision) {
   switch (type) {
-    case CacheType::kDefault: return precision == CpuPrecision::kFast;
+    case CacheType::kDefault: return precision != CpuPrecision::kExact;
     case CacheType::kF16: return true;
     case CacheType::kF32: return false;
     case CacheType::kBf16:
@@ -310,49 +314,95 @@ class CpuExecutor final : public HostExecutor<float> {
     const int64_t bytes = row_bytes(part.format, part.cols);
     for (int64_t tile = begin; tile < end;) {
       const int64_t expert = tile / n_tiles, last = std::min(end, (expert + 1) * n_tiles);
-      const int64_t row_begin = (tile - expert * n_tiles) * kTileRows;
-      const int64_t row_end = std::min((last - expert * n_tiles) * kTileRows, part.rows);
+      int64_t row_begin = (tile - expert * n_tiles) * kTileRows, row_end = (last - expert * n_tiles) * kTileRows;
+      if (const int64_t run = part.interleaved_rows; run > 0)   // whole runs: what is still wanted is mapped again
+        row_begin = row_begin / run * run, row_end = (row_end + run - 1) / run * run;
+      row_end = std::min(row_end, part.rows);
       release_mapped_pages({part.codes + expert * part.stack_stride_bytes + row_begin * bytes,
                             static_cast<size_t>((row_end - row_begin) * bytes)});
       tile = last;
     }
   }
 
+  // Parts whose tiles take turns in one stream: a matrix, or a gate and its up.
+  struct PackingJob {
+    std::span<const HostMatrix> parts;
+    PackedForm form;
+    uint8_t* to;
+    int64_t stride;       // bytes of a tile of each part
+    int64_t n_tiles;      // of one expert
+    int64_t first_item;   // an item is piece_tiles tiles, or what is left of them
+    int64_t piece_tiles;
+    std::span<PackedMatrix> packed;
+
+    int64_t all_tiles() const { return parts[0].stack * n_tiles; }
+    // Whether these tiles are FP8 and plain.
+    bool pack(int64_t begin, int64_t end) const {
+      bool is_plain = form == PackedForm::kFloats;
+      for (int64_t tile = begin; tile < end; ++tile) {
+        uint8_t* at = to + tile * stride;
+        for (const HostMatrix& part : parts) {
+          pack_tile(form, part, tile / n_tiles, tile % n_tiles, at);
+          at += packed_tile_bytes(form, part.format, part.cols);
+          is_plain = is_plain && part.format == Format::kFp8 && is_plain_fp8(part, tile / n_tiles, tile % n_tiles);
+        }
+      }
+      for (const HostMatrix& part : parts) release_tiles(part, begin, end, n_tiles);
+      return is_plain;
+    }
+  };
+
+  // All matrices in one loop: those of a small model are not worth a thread each.
   void pack_weights() {
+    constexpr int64_t kPieceBytes = 1 << 20;
+    std::vector<PackingJob> jobs;
     uint8_t* to = packed_weights_.data();
+    int64_t n_items = 0;
     for (size_t m = 0; m < program_.weights->matrices.size(); ++m) {
       const WeightMatrix& matrix = program_.weights->matrices[m];
       packed_.emplace_back(matrix.parts.size());
       const size_t n_together = packing_.pairs(m) ? 2 : 1;
       for (size_t first = 0; first < matrix.parts.size(); first += n_together) {
-        if (!packing_.packs(m, first)) continue;
+        const PackedForm form = packing_.form(m, first);
+        if (form == PackedForm::kNone) continue;
         const std::span<const HostMatrix> parts = std::span(matrix.parts).subspan(first, n_together);
         const int64_t n_tiles = (parts[0].rows + kTileRows - 1) / kTileRows;
         int64_t stride = 0;
         for (size_t i = 0; i < n_together; ++i) {
-          packed_[m][first + i] = {to + stride, 0, n_tiles};
-          stride += packed_tile_bytes(parts[i].format, parts[i].cols);
+          packed_[m][first + i] = {to + stride, 0, n_tiles, form, false};
+          stride += packed_tile_bytes(form, parts[i].format, parts[i].cols);
         }
         for (size_t i = 0; i < n_together; ++i) packed_[m][first + i].tile_stride = stride;
-        constexpr int64_t kBytesWorthAThread = 1 << 20;
-        pool_.parallel_for(parts[0].stack * n_tiles, std::max<int64_t>(1, kBytesWorthAThread / stride),
-                           [&](int64_t begin, int64_t end, int) {
-                             for (int64_t tile = begin; tile < end; ++tile) {
-                               uint8_t* at = to + tile * stride;
-                               for (const HostMatrix& part : parts) {
-                                 pack_tile(part, tile / n_tiles, tile % n_tiles, at);
-                                 at += packed_tile_bytes(part.format, part.cols);
-                               }
-                             }
-                             for (const HostMatrix& part : parts) release_tiles(part, begin, end, n_tiles);
-                           });
-        to += parts[0].stack * n_tiles * stride;
+        const int64_t piece_tiles = std::max<int64_t>(1, kPieceBytes / stride);
+        jobs.push_back({parts, form, to, stride, n_tiles, n_items, piece_tiles, std::span(packed_[m]).subspan(first, n_together)});
+        n_items += (jobs.back().all_tiles() + piece_tiles - 1) / piece_tiles;
+        to += jobs.back().all_tiles() * stride;
       }
     }
     BERYL_CHECK(to == packed_weights_.data() + packed_weights_.bytes(), "all that was planned is packed");
+    std::vector<uint8_t> is_plain(static_cast<size_t>(n_items));
+    pool_.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t item = begin; item < end; ++item) {
+        const PackingJob& job = item_owner(jobs, item);
+        const int64_t first = (item - job.first_item) * job.piece_tiles;
+        is_plain[static_cast<size_t>(item)] = job.pack(first, std::min(first + job.piece_tiles, job.all_tiles())) ? 1 : 0;
+      }
+    });
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const auto begin = is_plain.begin() + jobs[i].first_item,
+                 end = i + 1 < jobs.size() ? is_plain.begin() + jobs[i + 1].first_item : is_plain.end();
+      for (PackedMatrix& each : jobs[i].packed) each.is_plain_fp8 = std::all_of(begin, end, [](uint8_t plain) { return plain != 0; });
+    }
   }
 
-  // Null: multiplied in f32.
+  // Of jobs in the order of their items, the one that an item belongs to.
+  template <class AnyJob>
+  static const AnyJob& item_owner(const std::vector<AnyJob>& jobs, int64_t item) {
+    const auto next = std::upper_bound(jobs.begin(), jobs.end(), item, [](int64_t value, const AnyJob& each) { return value < each.first_item; });
+    return *(next - 1);
+  }
+
+  // Null: not packed.
   const PackedMatrix* packed(MatrixRef ref, size_t part) const {
     const PackedMatrix& matrix = packed_[static_cast<size_t>(ref.index)][part];
     return matrix.data == nullptr ? nullptr : &matrix;
@@ -401,8 +451,10 @@ class CpuExecutor final : public HostExecutor<float> {
                       int64_t cols) {
     bool any_integer = false, any_bf16 = false, any_f32 = false;
     const WeightMatrix& matrix = program_.matrix(ref);
-    for (size_t part = 0; part < matrix.parts.size(); ++part)
-      (packed(ref, part) == nullptr ? any_f32 : matrix.parts[part].format == Format::kBf16 ? any_bf16 : any_integer) = true;
+    for (size_t part = 0; part < matrix.parts.size(); ++part) {
+      const PackedForm form = packing_.form(static_cast<size_t>(ref.index), part);
+      (form == PackedForm::kCodes ? any_integer : form == PackedForm::kBf16 ? any_bf16 : any_f32) = true;
+    }
     if (any_bf16) {
       product.rounded = {scratch(kRounded), n_tokens, cols};
       round(x, x_stride, nullptr, norm, product.rounded);
@@ -426,10 +478,10 @@ class CpuExecutor final : public HostExecutor<float> {
       const int64_t row_tile = p.row_tile();
       int64_t rows = total_rows / (n_threads * kItemsPerThread) / row_tile * row_tile;
       const bool few = p.has_few_tokens();
-      const int64_t most_rows = few                   ? kMaxItemRows
-                                : p.packed == nullptr ? max_panel_rows(p.x.cols, p.up != nullptr)
-                                : p.is_bf16()         ? max_bf16_rows(p.rounded.cols, p.up != nullptr)
-                                                      : max_expanded_rows(p.quantized.cols, p.up != nullptr);
+      const int64_t most_rows = few           ? kMaxItemRows
+                                : p.is_f32()  ? max_panel_rows(p.x.cols, p.up != nullptr)
+                                : p.is_bf16() ? max_bf16_rows(p.rounded.cols, p.up != nullptr)
+                                              : max_expanded_rows(p.quantized.cols, p.up != nullptr);
       rows = std::clamp<int64_t>(rows, row_tile, most_rows);
       job.block_rows = rows;
       job.n_row_blocks = (job.n_rows + rows - 1) / rows;
@@ -444,9 +496,7 @@ class CpuExecutor final : public HostExecutor<float> {
     pool_.parallel_for(n_items, 1, [&](int64_t begin, int64_t end, int thread) {
       float* panel = thread_scratch(kPanels, sizes_.panels, thread);
       for (int64_t item = begin; item < end; ++item) {
-        const Job& job = *(std::upper_bound(jobs_.begin(), jobs_.end(), item,
-                                            [](int64_t value, const Job& each) { return value < each.first_item; }) -
-                           1);
+        const Job& job = item_owner(jobs_, item);
         const int64_t row_block = (item - job.first_item) / job.n_token_blocks;
         const int64_t token_block = (item - job.first_item) % job.n_token_blocks;
         const int64_t n_tiles = job.product.n_token_tiles();
@@ -557,11 +607,11 @@ class CpuExecutor final : public HostExecutor<float> {
     const auto prepare_expert = [&](Product& product, MatrixRef ref, int64_t begin, int64_t end, const float* x, int64_t stride,
                                     const int32_t* rows, const RowNorm& norm, int64_t cols) {
       product.packed = packed(ref, 0);
-      if (product.packed == nullptr) {
+      if (product.is_f32()) {
         product.x = pack(x, stride, rows, norm, end - begin, cols, scratch(kPacked) + begin * PackedTokens::padded(cols));
         return;
       }
-      if (program_.matrix(ref).parts[0].format == Format::kBf16) {
+      if (product.is_bf16()) {
         product.rounded = {scratch(kRounded) + Bf16Tokens::floats(begin, cols), end - begin, cols};
         round(x, stride, rows, norm, product.rounded);
         return;
@@ -708,7 +758,14 @@ class CpuBackend final : public Backend {
  public:
   CpuBackend(int n_threads, CpuPrecision precision)
       : pool_(std::make_shared<ThreadPool>(n_threads)), precision_(precision) {}
-  std::string_view name() const override { return precision_ == CpuPrecision::kExact ? "cpu-exact" : "cpu"; }
+  std::string_view name() const override {
+    switch (precision_) {
+      case CpuPrecision::kExact: return "cpu-exact";
+      case CpuPrecision::kBf16: return "cpu-bf16";
+      case CpuPrecision::kFast: break;
+    }
+    return "cpu";
+  }
   std::vector<Allocation> plan(const Program& program, const StepLimits& limits) const override {
     return plan_all(program, limits, pool_->n_threads(), precision_);
   }

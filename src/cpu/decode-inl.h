@@ -452,7 +452,9 @@ struct CodecFp4G128 {
 };
 
 // Formats whose "block" is one weight: a unit is 32 of them, and a row may end within one (kWeightBytes).
-struct CodecFp8 {
+// kPlain: no code is NaN, and a scale 256 times as large is finite (is_plain_fp8).
+template <bool kPlain>
+struct CodecFp8Of {
   static constexpr int kUnits = 1;
   static constexpr int kCodeBytes = 32;
   static constexpr int kScaleBytes = 0;
@@ -460,7 +462,8 @@ struct CodecFp8 {
   struct Scales {
     Vec16 scale;
   };
-  static HWY_INLINE Scales prepare(const uint8_t*, const uint8_t* scales) { return {set16(load_as<float>(scales))}; }
+  static constexpr float kUnit = kPlain && HWY_TARGET != HWY_SSE4 ? 256.0f : 1.0f;   // of what values() gives
+  static HWY_INLINE Scales prepare(const uint8_t*, const uint8_t* scales) { return {set16(kUnit * load_as<float>(scales))}; }
   template <int>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
     low = values(codes) * scales.scale;
@@ -483,14 +486,22 @@ struct CodecFp8 {
     for (size_t p = 0; p < kParts; ++p) {
       const auto code = hn::LoadU(d8, reinterpret_cast<const int8_t*>(codes + p * kPartLanes));
       const auto bits = hn::And(hn::ShiftLeft<7>(hn::PromoteTo(d16, code)), hn::Set(d16, static_cast<int16_t>(0xbf80)));
-      const auto value = hn::Mul(hn::PromoteTo(df, hn::BitCast(df16, bits)), hn::Set(df, 256.0f));
-      // Code 127 of either sign is NaN; as f16 it is the next number after the largest, 480.
-      r.part[p] = hn::IfThenElse(hn::Eq(hn::Abs(value), hn::Set(df, 480.0f)), hn::NaN(df), value);
+      const auto small = hn::PromoteTo(df, hn::BitCast(df16, bits));
+      if constexpr (kPlain) {
+        r.part[p] = small;
+      } else {
+        // Code 127 of either sign is NaN; as f16 it is the next number after the largest, 480.
+        const auto value = hn::Mul(small, hn::Set(df, 256.0f));
+        r.part[p] = hn::IfThenElse(hn::Eq(hn::Abs(value), hn::Set(df, 480.0f)), hn::NaN(df), value);
+      }
     }
     return r;
   }
 #endif
 };
+
+using CodecFp8 = CodecFp8Of<false>;
+using CodecFp8Plain = CodecFp8Of<true>;
 
 struct CodecBf16 {
   static constexpr int kUnits = 1;
@@ -608,9 +619,11 @@ HWY_INLINE void decode_units(const uint8_t* codes, const typename Codec::Scales&
   }
 }
 
-// One row to f32: 16 columns each at to, to + stride16, ...; writes ceil(cols / 32) whole units, zeros behind the end.
+// One row to f32: 16 columns each at to, to + stride16, ...; writes ceil(cols / 32) whole units, zeros behind the end. Blocks of codes are
+// code_step bytes apart.
 template <class Codec>
-HWY_INLINE void decode_row_to(const uint8_t* codes, const uint8_t* scales, int64_t cols, float* to, int64_t stride16) {
+HWY_INLINE void decode_row_to(const uint8_t* codes, const uint8_t* scales, int64_t cols, float* to, int64_t stride16,
+                              int64_t code_step = Codec::kCodeBytes) {
   constexpr int kColumns = 32 * Codec::kUnits;
   for (int64_t block = 0; block < cols / kColumns; ++block) {
     const auto prepared = Codec::prepare(codes, scales);
@@ -618,7 +631,7 @@ HWY_INLINE void decode_row_to(const uint8_t* codes, const uint8_t* scales, int64
       store16(low, to + 2 * unit * stride16);
       store16(high, to + (2 * unit + 1) * stride16);
     });
-    codes += Codec::kCodeBytes;
+    codes += code_step;
     scales += Codec::kScaleBytes;
     to += 2 * Codec::kUnits * stride16;
   }

@@ -50,7 +50,7 @@ HWY_EXPORT(dequantize);
 
 void dequantize_row_scaled(const HostMatrix& matrix, int64_t expert, int64_t row, float scale, float* out) {
   BERYL_CHECK(row >= 0 && row < matrix.rows && expert >= 0 && expert < matrix.stack, "row outside the matrix");
-  HWY_DYNAMIC_DISPATCH(dequantize)(view_of(matrix, expert), row, matrix.tensor_scale, scale, out);
+  HWY_DYNAMIC_DISPATCH(dequantize)(view_of(matrix, nullptr, expert), row, matrix.tensor_scale, scale, out);
 }
 
 void dequantize_row(const HostMatrix& matrix, int64_t expert, int64_t row, float* out) {

@@ -37,11 +37,12 @@ class Aligned {
 };
 
 struct PackedOwner {
-  explicit PackedOwner(const HostMatrix& matrix) : storage(packed_bytes(matrix)) {
-    packed = {storage.data(), packed_tile_bytes(matrix.format, matrix.cols), (matrix.rows + kTileRows - 1) / kTileRows};
+  explicit PackedOwner(const HostMatrix& matrix) : storage(packed_bytes(PackedForm::kCodes, matrix)) {
+    packed = {storage.data(), packed_tile_bytes(PackedForm::kCodes, matrix.format, matrix.cols), (matrix.rows + kTileRows - 1) / kTileRows,
+              PackedForm::kCodes, false};
     for (int64_t expert = 0; expert < matrix.stack; ++expert)
       for (int64_t tile = 0; tile < packed.n_tiles; ++tile)
-        pack_tile(matrix, expert, tile, storage.data() + (expert * packed.n_tiles + tile) * packed.tile_stride);
+        pack_tile(PackedForm::kCodes, matrix, expert, tile, storage.data() + (expert * packed.n_tiles + tile) * packed.tile_stride);
   }
   Aligned<uint8_t> storage;
   PackedMatrix packed;

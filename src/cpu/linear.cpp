@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <type_traits>
 
 #include "base/error.h"
 #include "cpu/matrix_view.h"
@@ -155,10 +156,12 @@ HWY_INLINE void dot_units(const uint8_t* const (&codes)[kRows], const typename C
 }
 
 // z[t][r] = W[row_begin + r] · x[t], r < n_rows; x packed as one tile of kTokens tokens. z rows are kMaxItemRows apart.
-template <class Codec, int kTokens>
+// kPacked: weights in PackedForm::kFloats, one stream, which the hardware follows.
+template <class Codec, int kTokens, bool kPacked>
 HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_rows, const float* x_begin, float* z) {
   constexpr int kRows = kSideBySide<kTokens>;
   constexpr int kColumns = 32 * Codec::kUnits;
+  constexpr int kCodeStep = kPacked ? kFloatRows * Codec::kCodeBytes : Codec::kCodeBytes;
   const int64_t ahead = std::max(kRows * view.code_stride, kLeastPrefetchBytes);
   for (int64_t r0 = 0; r0 < n_rows; r0 += kRows) {
     const uint8_t* codes[kRows];
@@ -174,12 +177,14 @@ HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_
     const uint8_t* next_group = codes[0] + ahead;
     typename Codec::Scales scales[kRows];
     for (int64_t block = 0; block < view.cols / kColumns; ++block) {
-      for (int offset = 0; offset < kRows * Codec::kCodeBytes; offset += 64) hwy::Prefetch(next_group + offset);
-      next_group += kRows * Codec::kCodeBytes;
+      if constexpr (!kPacked) {
+        for (int offset = 0; offset < kRows * Codec::kCodeBytes; offset += 64) hwy::Prefetch(next_group + offset);
+        next_group += kRows * Codec::kCodeBytes;
+      }
       for (int r = 0; r < kRows; ++r) scales[r] = Codec::prepare(codes[r], row_scales[r]);
       dot_units<Codec, 0, kRows, kTokens>(codes, scales, x, sums);
       for (int r = 0; r < kRows; ++r) {
-        codes[r] += Codec::kCodeBytes;
+        codes[r] += kCodeStep;
         row_scales[r] += Codec::kScaleBytes;
       }
       x += kColumns * kTokens;
@@ -200,15 +205,28 @@ HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_
   }
 }
 
+template <class Visitor>
+HWY_INLINE void with_codec_of(const MatrixView& view, const Visitor& visitor) {
+  if (view.is_plain_fp8) return visitor(CodecFp8Plain{});
+  with_codec(view.format, visitor);
+}
+
 void dot_few_tokens(const MatrixView& view, int64_t row_begin, int64_t n_rows, const float* x, int n_tokens, float* z) {
-  with_codec(view.format, [&](auto codec) HWY_ATTR {
+  with_codec_of(view, [&](auto codec) HWY_ATTR {
     using Codec = decltype(codec);
-    switch (n_tokens) {
-      case 1: return dot_rows<Codec, 1>(view, row_begin, n_rows, x, z);
-      case 2: return dot_rows<Codec, 2>(view, row_begin, n_rows, x, z);
-      case 3: return dot_rows<Codec, 3>(view, row_begin, n_rows, x, z);
-      default: return dot_rows<Codec, 4>(view, row_begin, n_rows, x, z);
+    const auto dot = [&](auto is_packed) HWY_ATTR {
+      constexpr bool kPacked = decltype(is_packed)::value;
+      switch (n_tokens) {
+        case 1: return dot_rows<Codec, 1, kPacked>(view, row_begin, n_rows, x, z);
+        case 2: return dot_rows<Codec, 2, kPacked>(view, row_begin, n_rows, x, z);
+        case 3: return dot_rows<Codec, 3, kPacked>(view, row_begin, n_rows, x, z);
+        default: return dot_rows<Codec, 4, kPacked>(view, row_begin, n_rows, x, z);
+      }
+    };
+    if constexpr (HasPartialUnits<Codec>) {
+      if (view.is_packed) return dot(std::true_type());
     }
+    dot(std::false_type());
   });
 }
 
@@ -217,12 +235,13 @@ void dot_few_tokens(const MatrixView& view, int64_t row_begin, int64_t n_rows, c
 // panel: [ceil(n_rows / 4)][padded_cols / 16][4][16]; rows behind the last are copies of it.
 void decode_panel(const MatrixView& view, int64_t row_begin, int64_t n_rows, float* panel) {
   const int64_t padded = PackedTokens::padded(view.cols);
-  with_codec(view.format, [&](auto codec) HWY_ATTR {
+  with_codec_of(view, [&](auto codec) HWY_ATTR {
     using Codec = decltype(codec);
     for (int64_t r = 0; r < (n_rows + kRowTile - 1) / kRowTile * kRowTile; ++r) {
       const int64_t row = row_begin + std::min(r, n_rows - 1);
       float* to = panel + r / kRowTile * kRowTile * padded + r % kRowTile * 16;
-      decode_row_to<Codec>(view.row_codes(row), view.row_scales(row), view.cols, to, 16 * kRowTile);
+      const int64_t step = view.is_packed ? kFloatRows * Codec::kCodeBytes : Codec::kCodeBytes;
+      decode_row_to<Codec>(view.row_codes(row), view.row_scales(row), view.cols, to, 16 * kRowTile, step);
     }
   });
 }
@@ -265,15 +284,18 @@ void run(const Product& product, int64_t row_begin, int64_t row_end, int64_t til
   alignas(64) float z[2][kTokenTile * kMaxItemRows];
   const int64_t n_rows = row_end - row_begin;
   const int n_parts = product.up == nullptr ? 1 : 2;
-  MatrixView views[2] = {view_of(*product.weight, product.expert),
-                         view_of(product.up == nullptr ? *product.weight : *product.up, product.expert)};
+  MatrixView views[2];
+  views[0] = views[1] = view_of(*product.weight, product.packed, product.expert);
+  if (product.up != nullptr) views[1] = view_of(*product.up, product.packed_up, product.expert);
   const PackedTokens& x = product.x;
   // Lanes of z behind the last row are computed with and never stored; they hold zeros, not garbage, so that no
   // denormals or NaNs slow the epilogue down.
   std::memset(z, 0, sizeof(z));
   if (x.n_tokens <= kFewTokens) {
-    for (int part = 0; part < n_parts; ++part)
-      dot_few_tokens(views[part], row_begin, n_rows, x.tile(0), x.tokens_of(0), z[part]);
+    const int64_t rows_at_once = views[0].is_packed ? kTileRows : n_rows;   // tiles of gate and up take turns
+    for (int64_t r = 0; r < n_rows; r += rows_at_once)
+      for (int part = 0; part < n_parts; ++part)
+        dot_few_tokens(views[part], row_begin + r, std::min(rows_at_once, n_rows - r), x.tile(0), x.tokens_of(0), z[part] + r);
     return finish(product, row_begin, n_rows, 0, x.tokens_of(0), z[0], z[1]);
   }
   const int64_t padded = PackedTokens::padded(x.cols);
@@ -378,7 +400,7 @@ int64_t max_expanded_rows(int64_t cols, bool gated) {
 }
 
 int64_t max_bf16_rows(int64_t cols, bool gated) {
-  const int64_t tile_bytes = packed_tile_bytes(Format::kBf16, cols) * (gated ? 2 : 1);
+  const int64_t tile_bytes = packed_tile_bytes(PackedForm::kBf16, Format::kBf16, cols) * (gated ? 2 : 1);
   return std::clamp<int64_t>(kExpandedBytes / tile_bytes * kTileRows, kTileRows, kMaxItemRows);
 }
 
@@ -409,8 +431,8 @@ void round_tokens(const float* x, int64_t x_stride, const int32_t* rows, const R
 void run_product(const Product& product, int64_t row_begin, int64_t row_end, int64_t tile_begin, int64_t tile_end,
                  float* panel) {
   BERYL_CHECK(row_end - row_begin <= kMaxItemRows, "rows of one item");
-  if (product.packed != nullptr) {
-    BERYL_CHECK(row_begin % product.row_tile() == 0, "packed rows come in whole tiles or strips");
+  BERYL_CHECK(product.packed == nullptr || row_begin % product.row_tile() == 0, "packed rows come in whole tiles, strips or groups");
+  if (!product.is_f32()) {
     if (product.is_bf16())
       return HWY_DYNAMIC_DISPATCH(run_bf16)(product, bf16_kernels(), row_begin, row_end, tile_begin, tile_end);
     return HWY_DYNAMIC_DISPATCH(run_packed)(product, integer_kernels(), row_begin, row_end, tile_begin, tile_end,

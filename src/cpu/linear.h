@@ -5,11 +5,12 @@
 //   few tokens (<= kFewTokens)   each weight is decoded in registers and multiplied with all tokens: a weight stream
 //   more tokens                  a panel of rows is decoded once to f32, sized for the L2 cache; then tiles of 4 rows x
 //                                6 tokens run over it from registers
-// So a token's result depends neither on the other tokens nor on how rows and tokens are shared among threads.
+// So a token's result depends neither on the other tokens nor on how rows and tokens are shared among threads. Weights are read
+// where they are in the file, or packed as floats (packed_matrix.h), with the same bits.
 //
-// Matrices of integer codes that were packed (packed_matrix.h) are multiplied in integers instead, with activations of
+// Matrices of integer codes that were packed are multiplied in integers instead, with activations of
 // 8 bits: integer_dot.h says what the result is. Few tokens decode codes in registers, more tokens share expanded tiles;
-// the same bits again. Packed matrices of BF16 are multiplied with activations rounded to bf16 (bf16_dot.h), by one loop for few
+// the same bits again. Matrices packed for bf16 are multiplied with activations rounded to bf16 (bf16_dot.h), by one loop for few
 // tokens and many.
 #pragma once
 
@@ -62,12 +63,12 @@ void round_tokens(const float* x, int64_t x_stride, const int32_t* rows, const R
 struct Product {
   const HostMatrix* weight = nullptr;
   const HostMatrix* up = nullptr;   // gated epilogues: `weight` is the gate
-  const PackedMatrix* packed = nullptr;     // of weight; null: multiply in f32
+  const PackedMatrix* packed = nullptr;     // of weight; null: multiply in f32, with the file's blocks
   const PackedMatrix* packed_up = nullptr;  // of up, packed just where weight is
   int64_t expert = 0;
-  PackedTokens x;                           // not packed: the tokens
-  QuantizedTokens quantized;                // packed, of integer codes: the tokens
-  Bf16Tokens rounded;                       // packed, of BF16: the tokens
+  PackedTokens x;                           // not packed, or as floats: the tokens
+  QuantizedTokens quantized;                // packed codes: the tokens
+  Bf16Tokens rounded;                       // packed for bf16: the tokens
   Epilogue epilogue = Epilogue::kStore;
   float softcap = 0;
   float* y = nullptr;               // [n_tokens][rows], rows y_stride apart
@@ -75,15 +76,20 @@ struct Product {
   const float* other = nullptr;     // kGeluTimesOther, like y
   int64_t other_stride = 0;
 
-  bool is_bf16() const { return packed != nullptr && weight->format == Format::kBf16; }
-  int64_t n_tokens() const { return packed == nullptr ? x.n_tokens : is_bf16() ? rounded.n_tokens : quantized.n_tokens; }
-  int token_tile() const { return packed == nullptr ? kTokenTile : is_bf16() ? kBf16TokenTile : kQuantizedTokenTile; }
+  bool is_f32() const { return packed == nullptr || packed->form == PackedForm::kFloats; }
+  bool is_bf16() const { return packed != nullptr && packed->form == PackedForm::kBf16; }
+  int64_t n_tokens() const { return is_f32() ? x.n_tokens : is_bf16() ? rounded.n_tokens : quantized.n_tokens; }
+  int token_tile() const { return is_f32() ? kTokenTile : is_bf16() ? kBf16TokenTile : kQuantizedTokenTile; }
   int64_t n_token_tiles() const { return (n_tokens() + token_tile() - 1) / token_tile(); }
   // What blocks of rows are multiples of.
-  int row_tile() const { return packed == nullptr ? kRowTile : is_bf16() || has_few_tokens() ? kTileRows : kStripRows; }
+  int row_tile() const {
+    if (packed == nullptr) return kRowTile;
+    if (is_bf16() || has_few_tokens()) return kTileRows;
+    return is_f32() ? kFloatRows : kStripRows;
+  }
   bool has_few_tokens() const { return n_tokens() <= kFewTokens; }
 };
-static_assert(kFewTokens == kFewQuantizedTokens && kMaxItemRows % kTileRows == 0);
+static_assert(kFewTokens == kFewQuantizedTokens && kMaxItemRows % kTileRows == 0 && kFloatRows == kRowTile);
 
 // Most rows that one call of run_product may take: what fits a panel.
 int64_t max_panel_rows(int64_t cols, bool gated);

@@ -10,6 +10,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -139,6 +140,78 @@ TEST_P(LinearTest, EqualsTheDoubleProductWithinRoundoff) {
         expect_independent(product, x, {}, y, shape.n_tokens);
       }
     }
+}
+
+// Two matrices in one stream, as gate and up are; or one.
+struct PackedFloats {
+  PackedFloats(const std::vector<const HostMatrix*>& parts, int64_t stack)
+      : n_tiles((parts[0]->rows + kTileRows - 1) / kTileRows), matrices(parts.size()) {
+    int64_t stride = 0;
+    for (const HostMatrix* part : parts) stride += packed_tile_bytes(PackedForm::kFloats, part->format, part->cols);
+    storage.assign(static_cast<size_t>(stack * n_tiles * stride), 0xff);   // NaN in most formats: whatever is not written shows
+    int64_t offset = 0;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      matrices[i] = {storage.data() + offset, stride, n_tiles, PackedForm::kFloats, false};
+      for (int64_t tile = 0; tile < stack * n_tiles; ++tile)
+        pack_tile(PackedForm::kFloats, *parts[i], tile / n_tiles, tile % n_tiles, storage.data() + offset + tile * stride);
+      offset += packed_tile_bytes(PackedForm::kFloats, parts[i]->format, parts[i]->cols);
+    }
+  }
+  int64_t n_tiles;
+  std::vector<uint8_t> storage;
+  std::vector<PackedMatrix> matrices;
+};
+
+TEST_P(LinearTest, PackedFloatsHaveTheBitsOfTheFiles) {
+  struct Shape {
+    int64_t rows, cols, n_tokens;
+  };
+  for (const Format format : {Format::kF32, Format::kF16, Format::kBf16, Format::kFp8})
+    for (const Shape shape : {Shape{1, 1, 1}, {5, 17, 9}, {31, 96, 1}, {33, 64, 2}, {70, 100, 3}, {130, 640, 4}, {97, 512, 19}}) {
+      SCOPED_TRACE(testing::Message() << info(format).name << " " << shape.rows << "x" << shape.cols << ", " << shape.n_tokens << " tokens");
+      const RandomMatrix gate = random_matrix(format, shape.rows, shape.cols, 2, 0.37f, 5);
+      const RandomMatrix up = random_matrix(Format::kF16, shape.rows, shape.cols, 2, 1.0f, 6);
+      const std::vector<float> x = random_floats(7, shape.n_tokens * shape.cols);
+      for (const bool gated : {false, true}) {
+        Product product;
+        product.weight = &gate.matrix;
+        product.expert = 1;
+        if (gated) product.up = &up.matrix, product.epilogue = Epilogue::kGatedSilu;
+        const std::vector<float> expected = multiply(product, x, 0, shape.n_tokens, {}, kMaxItemRows, 1000);
+        const PackedFloats packed(gated ? std::vector{&gate.matrix, &up.matrix} : std::vector{&gate.matrix}, 2);
+        product.packed = &packed.matrices[0];
+        if (gated) product.packed_up = &packed.matrices[1];
+        for (const int64_t block_rows : {kTileRows, kMaxItemRows})
+          ASSERT_EQ(bits_of(multiply(product, x, 0, shape.n_tokens, {}, block_rows, 2)), bits_of(expected)) << block_rows << " rows at once";
+        if (format != Format::kFp8 || gated) continue;
+        PackedMatrix plain = packed.matrices[0];
+        plain.is_plain_fp8 = true;
+        for (int64_t tile = 0; tile < plain.n_tiles; ++tile) ASSERT_TRUE(is_plain_fp8(gate.matrix, 1, tile));
+        product.packed = &plain;
+        ASSERT_EQ(bits_of(multiply(product, x, 0, shape.n_tokens, {}, kMaxItemRows, 2)), bits_of(expected)) << "plain";
+      }
+    }
+}
+
+TEST(PackedMatrixTest, Fp8IsPlainWithoutNansAndWithSmallScales) {
+  constexpr int64_t kRows = 40, kCols = 7;
+  std::vector<std::byte> codes(kRows * kCols, std::byte{0x7e});
+  std::vector<float> scales(kRows, -1.5f);
+  HostMatrix matrix;
+  matrix.format = Format::kFp8;
+  matrix.rows = kRows;
+  matrix.cols = kCols;
+  matrix.codes = codes.data();
+  matrix.scales = reinterpret_cast<const std::byte*>(scales.data());
+  const auto plain = [&](int64_t tile) { return is_plain_fp8(matrix, 0, tile); };
+  EXPECT_TRUE(plain(0) && plain(1));
+  codes.back() = std::byte{0xff};
+  EXPECT_TRUE(plain(0) && !plain(1));
+  codes.back() = std::byte{0xfe};
+  scales[31] = 0x1p100f;
+  EXPECT_TRUE(!plain(0) && plain(1));
+  scales[31] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(!plain(0) && plain(1));
 }
 
 TEST_P(LinearTest, NormsAndEpiloguesAreExactWithinRoundoff) {

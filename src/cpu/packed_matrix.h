@@ -1,8 +1,8 @@
-// Weights of the integer formats, and BF16, as their kernels read them: 32 rows side by side.
+// Weights as products read them: tiles of 32 rows. What a tile holds depends on the activations (PackedForm).
 //
-// A tile holds 32 rows, two strips of 16. Its columns come in groups of 32; the codes of a group and strip are vectors of 64
-// bytes, in which lane r (4 bytes) holds consecutive columns of row r. So a dot instruction that adds four products of bytes to
-// a 32-bit lane needs no shuffle, a lane's sum belongs to one row, and no sum is ever folded across lanes.
+// In kCodes and kBf16 all rows lie side by side, in two strips of 16. Columns come in groups of 32; the codes of a group and strip are
+// vectors of 64 bytes, in which lane r (4 bytes) holds consecutive columns of row r. So a dot instruction that adds four products
+// of bytes to a 32-bit lane needs no shuffle, a lane's sum belongs to one row, and no sum is ever folded across lanes.
 //
 //   code vectors of a group and strip, columns of byte b of a lane
 //     8 bits   8 vectors: vector v holds column 4 v + b
@@ -31,6 +31,10 @@
 //
 // As many bits a weight as in the file, but for the K formats, where scales of 6 bits take 8 (2.8 % of Q4_K). Codes are unsigned:
 // Q8_0's have their sign bit flipped. Rows behind the last are zeros; columns too (BF16's rows need not be whole groups).
+//
+// In kFloats a tile is eight groups of four rows, which products in f32 decode side by side: for each 32 columns those of the four
+// rows, as they are in the file, zeros behind the last row and column. Read from the mapped file itself, four rows are four streams in
+// small pages: less than half of the speed (docs/performance.md).
 #pragma once
 
 #include <cstddef>
@@ -76,21 +80,40 @@ constexpr PackedLayout packed_layout(Format format) {
   }
 }
 
-constexpr bool is_packable(Format format) { return has_integer_codes(format) || format == Format::kBf16; }
+// By what a packed matrix is multiplied with.
+enum class PackedForm : uint8_t {
+  kNone,     // not packed: f32, with the file's blocks
+  kCodes,    // integers, as integer_dot.h has it
+  kBf16,     // bf16, as bf16_dot.h has it; weights are BF16
+  kFloats,   // f32; weights are one of F32, F16, BF16, FP8
+};
+
+inline constexpr int kFloatRows = 4;   // of a group of kFloats
 
 struct PackedMatrix {
   const uint8_t* data = nullptr;   // [stack][tiles], 64-byte aligned; null: not packed
   int64_t tile_stride = 0;         // bytes from a tile to the next, a multiple of 64; between a gate's tiles lie those of its up
   int64_t n_tiles = 0;             // of one expert
+  PackedForm form = PackedForm::kNone;
+  bool is_plain_fp8 = false;       // all its tiles are (is_plain_fp8)
 
   const uint8_t* tile(int64_t expert, int64_t index) const { return data + (expert * n_tiles + index) * tile_stride; }
 };
 
-int64_t packed_tile_bytes(Format format, int64_t cols);
-// Bytes of the whole matrix, packed. Requires is_packable.
-int64_t packed_bytes(const HostMatrix& matrix);
+// Bytes of 32 columns of a row of a float format, and of a group of rows of kFloats.
+inline int64_t float_unit_bytes(Format format) { return row_bytes(format, kGroupCols); }
+inline int64_t float_group_bytes(Format format, int64_t cols) {
+  return (cols + kGroupCols - 1) / kGroupCols * kFloatRows * float_unit_bytes(format);
+}
+
+int64_t packed_tile_bytes(PackedForm form, Format format, int64_t cols);
+// Bytes of the whole matrix, packed. Requires a form that the format has.
+int64_t packed_bytes(PackedForm form, const HostMatrix& matrix);
+
+// Whether a tile of FP8 holds no NaN, and scales far from overflow: it is decoded with half of the instructions then.
+bool is_plain_fp8(const HostMatrix& matrix, int64_t expert, int64_t tile);
 
 // One tile of a matrix to `to` (packed_tile_bytes).
-void pack_tile(const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* to);
+void pack_tile(PackedForm form, const HostMatrix& matrix, int64_t expert, int64_t tile, uint8_t* to);
 
 }  // namespace beryl

@@ -88,7 +88,7 @@ int meta_index(Format format, int row) { return format == Format::kFp4G128 ? row
 
 void read_tile_row(const HostMatrix& matrix, int64_t row, int column_tile, TileRow& out) {
   out = TileRow{};
-  const std::byte* codes = matrix.codes + row * row_bytes(matrix.format, matrix.cols);
+  const std::byte* codes = matrix.row_codes(0, row);
   const int64_t first = int64_t{column_tile} * tile_shape(matrix.format).columns;
   const int64_t n_columns = std::min<int64_t>(tile_shape(matrix.format).columns, matrix.cols - first);
   const int n_groups = static_cast<int>(n_columns / 32);      // groups of 32 that exist
@@ -103,7 +103,7 @@ void read_tile_row(const HostMatrix& matrix, int64_t row, int column_tile, TileR
         out.codes[2 * i] = pair & 0xf;
         out.codes[2 * i + 1] = pair >> 4;
       }
-      put16(0, load<uint16_t>(matrix.scales + row * row_scale_bytes(matrix.format, matrix.cols) + 2 * column_tile));
+      put16(0, load<uint16_t>(matrix.row_scales(0, row) + 2 * column_tile));
       break;
     }
     case Format::kMxfp4:
@@ -500,7 +500,7 @@ void pack_row_scales(const MatvecPlan& plan, const MatvecSource& source, float* 
       float scale = 0;
       if (from.part) {
         scale = from.part->tensor_scale;
-        if (plan.format == Format::kFp8) scale *= load<float>(from.part->scales + from.row * int64_t{sizeof(float)});
+        if (plan.format == Format::kFp8) scale *= load<float>(from.part->row_scales(0, from.row));
       }
       out[tile * kTileRows + r] = scale;
     }

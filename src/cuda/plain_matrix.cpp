@@ -179,7 +179,7 @@ PlainShape plain_shape(const HostMatrix& matrix) {
 
 void import_plain_row(const HostMatrix& matrix, const PlainShape& shape, int64_t expert, int64_t row, std::byte* codes,
                       float* scales, float* mins) {
-  const std::byte* from = matrix.codes + expert * matrix.stack_stride_bytes + row * row_bytes(matrix.format, matrix.cols);
+  const std::byte* from = matrix.row_codes(expert, row);
   std::memset(codes, 0, static_cast<size_t>(shape.row_code_bytes));
   for (int64_t g = 0; g < shape.row_groups; ++g) {
     scales[g] = 0;
@@ -187,8 +187,7 @@ void import_plain_row(const HostMatrix& matrix, const PlainShape& shape, int64_t
   }
   const FormatInfo& format = info(matrix.format);
   if (format.scale_group >= 0) {
-    const std::byte* scale =
-        matrix.scales + expert * matrix.stack_scale_stride_bytes + row * row_scale_bytes(matrix.format, matrix.cols);
+    const std::byte* scale = matrix.row_scales(expert, row);
     std::memcpy(codes, from, static_cast<size_t>(row_bytes(matrix.format, matrix.cols)));
     if (matrix.format == Format::kFp8) {
       std::memcpy(scales, scale, sizeof(float));

@@ -81,7 +81,7 @@ struct ModelConfig {
   int64_t context = 0;          // positions the model was made for
   double norm_eps = 1e-6;
   bool norm_plus_one = false;   // stored norm weights are around 0: the loader adds 1
-  bool interleaved_rope = false;   // q and k rows come in the order of interleaved pairs: the loader reorders them
+  bool interleaved_rope = false;   // q and k rows come in the order of interleaved pairs: HostMatrix::interleaved_rows
   double embedding_scale = 1;
   double final_softcap = 0;     // 0: none
   bool untied_head = false;     // the file says that the head is a matrix of its own; false: it is one if it is there

@@ -1,7 +1,6 @@
 #include "model/weights.h"
 
 #include <cmath>
-#include <cstring>
 #include <unordered_set>
 
 #include <fmt/format.h>
@@ -15,38 +14,13 @@
 namespace beryl {
 namespace {
 
-// Rows [begin, begin + count) of every expert.
+// Rows [begin, begin + count) of every expert. Requires rows in order.
 HostMatrix row_slice(const HostMatrix& matrix, int64_t begin, int64_t count) {
   HostMatrix slice = matrix;
   slice.rows = count;
   slice.codes += begin * row_bytes(matrix.format, matrix.cols);
   if (slice.scales != nullptr) slice.scales += begin * row_scale_bytes(matrix.format, matrix.cols);
   return slice;
-}
-
-// GGUF's llama rows lie in the order of interleaved rope pairs: within a head, row 2b + a holds what belongs to element a
-// of pair b. Whole rows move, so it works on quantised ones.
-HostMatrix undo_interleaving(const HostMatrix& matrix, int n_heads) {
-  const int64_t code_bytes = row_bytes(matrix.format, matrix.cols);
-  const int64_t scale_bytes = row_scale_bytes(matrix.format, matrix.cols);
-  const int64_t half = matrix.rows / n_heads / 2;
-  auto storage =
-      std::make_shared<std::vector<std::byte>>(static_cast<size_t>(matrix.rows * (code_bytes + scale_bytes)));
-  std::byte* codes = storage->data();
-  std::byte* scales = codes + matrix.rows * code_bytes;
-  for (int64_t head = 0; head < n_heads; ++head)
-    for (int64_t a = 0; a < 2; ++a)
-      for (int64_t b = 0; b < half; ++b) {
-        const int64_t to = head * 2 * half + a * half + b, from = head * 2 * half + 2 * b + a;
-        std::memcpy(codes + to * code_bytes, matrix.codes + from * code_bytes, static_cast<size_t>(code_bytes));
-        if (scale_bytes > 0)
-          std::memcpy(scales + to * scale_bytes, matrix.scales + from * scale_bytes, static_cast<size_t>(scale_bytes));
-      }
-  HostMatrix result = matrix;
-  result.codes = codes;
-  result.scales = scale_bytes > 0 ? scales : nullptr;
-  result.storage = std::move(storage);
-  return result;
 }
 
 // Parts of multimodal checkpoints that a text engine does not run, and buffers that old exporters saved.
@@ -192,8 +166,8 @@ class Collector {
       }
     }
     if (config_.interleaved_rope) {
-      qkv[0] = undo_interleaving(qkv[0], attention.n_heads);
-      if (spec.owns_cache(i)) qkv[1] = undo_interleaving(qkv[1], attention.n_kv_heads);
+      qkv[0].interleaved_rows = d;
+      if (spec.owns_cache(i)) qkv[1].interleaved_rows = d;
     }
     w.qkv = add(label("qkv"), std::move(qkv));
     if (attention.qk_norm) {

@@ -781,13 +781,12 @@ CaseOptions options_for(std::string_view backend_name, CacheType cache_type) {
         cache_type == CacheType::kF32 ? 0x1p-24 : cache_type == CacheType::kFp8 ? 0x1p-4 : 0x1p-8;
     options.independent_rows = 8;
   }
-  // Integers of 8 bits, and a little for the two roundings on the way to one; x in bf16 where weights are; caches of f16.
-  if (backend_name == "cpu") {
-    options.tolerance.integer_step = (1.0 + 0x1p-12) / 254;
-    options.tolerance.bf16_operand_roundoff = 0x1p-8;
-  }
-  const bool is_cpu = backend_name == "cpu" || backend_name == "cpu-exact";
-  if (is_cpu && (cache_type == CacheType::kF16 || (cache_type == CacheType::kDefault && backend_name == "cpu")))
+  // Integers of 8 bits, and a little for the two roundings on the way to one; caches of f16; x in bf16 where weights are, if asked for.
+  const bool is_coarse_cpu = backend_name == "cpu" || backend_name == "cpu-bf16";
+  if (is_coarse_cpu) options.tolerance.integer_step = (1.0 + 0x1p-12) / 254;
+  if (backend_name == "cpu-bf16") options.tolerance.bf16_operand_roundoff = 0x1p-8;
+  const bool is_cpu = is_coarse_cpu || backend_name == "cpu-exact";
+  if (is_cpu && (cache_type == CacheType::kF16 || (cache_type == CacheType::kDefault && is_coarse_cpu)))
     options.tolerance.cache_roundoff = 0x1p-11;
   return options;
 }

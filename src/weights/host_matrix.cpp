@@ -7,19 +7,22 @@
 
 namespace beryl {
 
+const std::byte* HostMatrix::row_codes(int64_t expert, int64_t row) const {
+  return codes + expert * stack_stride_bytes + row_in_file(row, interleaved_rows) * row_bytes(format, cols);
+}
+
+const std::byte* HostMatrix::row_scales(int64_t expert, int64_t row) const {
+  if (scales == nullptr) return nullptr;
+  return scales + expert * stack_scale_stride_bytes + row_in_file(row, interleaved_rows) * row_scale_bytes(format, cols);
+}
+
 int64_t HostMatrix::bytes() const {
   return stack * rows * (row_bytes(format, cols) + row_scale_bytes(format, cols));
 }
 
 void decode_row(const HostMatrix& matrix, int64_t expert, int64_t row, float* out) {
   BERYL_CHECK(row >= 0 && row < matrix.rows && expert >= 0 && expert < matrix.stack, "row outside the matrix");
-  const std::byte* codes =
-      matrix.codes + expert * matrix.stack_stride_bytes + row * row_bytes(matrix.format, matrix.cols);
-  const std::byte* scales = nullptr;
-  if (info(matrix.format).scale_group >= 0)
-    scales =
-        matrix.scales + expert * matrix.stack_scale_stride_bytes + row * row_scale_bytes(matrix.format, matrix.cols);
-
+  const std::byte *codes = matrix.row_codes(expert, row), *scales = matrix.row_scales(expert, row);
   if (matrix.format == Format::kFp4G128) {
     decode_fp4_g128(codes, scales, matrix.cols / kFp4GroupWeights, out);
   } else if (matrix.format == Format::kFp8) {

@@ -101,12 +101,10 @@ class TensorRows {
   }
 
   const std::byte* codes(int64_t row) const {
-    return source_.codes + row / source_.rows * source_.stack_stride_bytes +
-           row % source_.rows * row_bytes(source_.format, source_.cols);
+    return source_.row_codes(row / source_.rows, row % source_.rows);
   }
   const std::byte* scales(int64_t row) const {
-    return source_.scales + row / source_.rows * source_.stack_scale_stride_bytes +
-           row % source_.rows * row_scale_bytes(source_.format, source_.cols);
+    return source_.row_scales(row / source_.rows, row % source_.rows);
   }
 
   // Rows [first, first + n) have been read, in order.
