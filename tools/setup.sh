@@ -40,6 +40,9 @@ libcurl4-openssl-dev package
 libssl-dev package
 libhwy-dev package
 libmicrohttpd-dev package
+libedit-dev package
+libjs-markdown-it package
+node-dompurify package
 python3 command:python3
 python3-pip python:pip
 ca-certificates file:/etc/ssl/certs/ca-certificates.crt

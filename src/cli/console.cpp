@@ -178,6 +178,15 @@ InterruptCatcher::~InterruptCatcher() {
 
 bool InterruptCatcher::interrupted() const { return interrupt_seen != 0; }
 
+int InterruptCatcher::descriptor() const { return interrupt_pipe[0]; }
+
+bool PromptInterrupts::is_second() {
+  if (warned_) return true;
+  print_note("Ctrl-C once more, Ctrl-D or /exit ends.");
+  warned_ = true;
+  return false;
+}
+
 void InterruptCatcher::clear() {
   // In this order, so that a signal in between leaves the flag set, which is what counts.
   interrupt_seen = 0;

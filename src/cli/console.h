@@ -59,6 +59,17 @@ class InterruptCatcher {
 
   bool interrupted() const;
   void clear();
+  int descriptor() const;   // can be read from once interrupted
+};
+
+// Ctrl-C where a line is awaited: the first is answered with a hint, a second with nothing in between ends the program.
+class PromptInterrupts {
+ public:
+  bool is_second();
+  void reset() { warned_ = false; }
+
+ private:
+  bool warned_ = false;
 };
 
 inline constexpr int kExitError = 1;

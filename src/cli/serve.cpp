@@ -25,6 +25,7 @@
 #include "model/model.h"
 #include "server/api.h"
 #include "server/http_server.h"
+#include "server/page.h"
 #include "text/chat_writer.h"
 #include "text/text_tools.h"
 #include "text/tokenizer.h"
@@ -132,9 +133,11 @@ int serve(const ServeOptions& options) {
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
   server::HttpServer listener(options.host, static_cast<int>(options.port), http,
                               [&](server::HttpRequest& request) { return api.answer(request); }, [&] { return api.too_large(); });
-  print_note(fmt::format("{} at http://{}:{}/v1 ({}, context {}, {} at once). Ctrl-C ends.", served.id,
-                         options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port(),
-                         backend->name(), limits.run.context, limits.run.n_sequences));
+  const std::string address =
+      fmt::format("http://{}:{}/", options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port());
+  print_note(fmt::format("{} at {}v1{} ({}, context {}, {} at once). Ctrl-C ends.", served.id, address,
+                         server::has_page() ? fmt::format(", a page to talk with it at {}", address) : "", backend->name(),
+                         limits.run.context, limits.run.n_sequences));
 
   signals.wait();
   print_note("Finishing what has begun. Ctrl-C once more ends at once.");
@@ -191,7 +194,7 @@ Command add_serve_command(CLI::App& program) {
   app->footer(
       "POST /v1/chat/completions, /v1/completions, /v1/responses (OpenAI), /v1/messages, /v1/messages/count_tokens (Anthropic),\n"
       "     /tokenize, /detokenize\n"
-      "GET  /v1/models, /metrics, /health\n"
+      "GET  /v1/models, /metrics, /health; / is a page to talk with the model in a browser\n"
       "\n"
       "Texts are not logged. SIGTERM and Ctrl-C end the server when all requests that have begun are answered.\n"
       "\n"

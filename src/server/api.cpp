@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "server/page.h"
 #include "text/utf8.h"
 #include "weights/quote.h"
 
@@ -223,6 +224,7 @@ HttpResponse Api::route(HttpRequest& request) {
     return response;
   }
   if (request.busy) throw ApiError(503, "too many connections: try again later");
+  if (path == "/" && get) return answer_page(request);
   if (!has_key(request)) throw ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", "", "invalid_api_key");
 
   const bool is_model = path.starts_with("/v1/models/");
