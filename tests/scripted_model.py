@@ -25,17 +25,15 @@ class Loop(str):
 
 
 def pieces_of(text, used):
-    """The text cut into pieces that no reply has yet, as tokens are: special ones whole, others a word or more."""
-    for part in re.findall("|".join(map(re.escape, SPECIAL.values())) + r"|(?:(?!" + "|".join(map(re.escape, SPECIAL.values())) + r")[\s\S])+", text):
-        if part in SPECIAL.values():
-            yield part
-            continue
-        words = re.findall(r"\s*\S+|\s+$", part)
+    """The text cut into pieces that no reply has had yet, as its tokens: what follows a token is one token."""
+    special = "|".join(map(re.escape, SPECIAL.values()))
+    for part in re.findall(rf"{special}|(?:(?!{special})[\s\S])+", text):
+        words = [part] if part in SPECIAL.values() else re.findall(r"\s*\S+(?:\s+$)?", part)
         while words:
             piece = words.pop(0)
-            while piece in used or len(piece.encode()) == 1:
+            while piece in used or len(piece.encode()) == 1:      # a byte is a token already
                 if not words:
-                    raise ValueError(f"{piece!r} stands at the end of two replies")
+                    raise ValueError(f"{piece!r} ends a part of two replies, or stands alone")
                 piece += words.pop(0)
             used.add(piece)
             yield piece
@@ -47,20 +45,14 @@ def make_scripted_model(folder, scripts, context=1 << 17):
     characters = byte_characters()
     vocabulary = {character: byte for byte, character in characters.items() if byte not in SPECIAL}
     ids = {name: token for token, name in SPECIAL.items()}
-    follows, used, n_thoughts = [], set(), {}
+    follows, used = [], set()
     texts = {}
     for key, text in scripts.items():
         before = ord(key) if key else None
         first = None
         for piece in pieces_of(text, used):
-            if piece in SPECIAL.values():
-                # One token, many places: it may only stand once in all replies, since what follows it is one token as well.
-                if piece in n_thoughts:
-                    raise ValueError(f"{piece} stands in two places")
-                n_thoughts[piece] = True
-                token = ids[piece]
-            else:
-                token = 256 + len(texts)
+            token = ids.get(piece, 256 + len(texts))
+            if token >= 256:
                 texts[token] = piece
                 vocabulary["".join(characters[byte] for byte in piece.encode())] = token
             first = token if first is None else first
