@@ -52,13 +52,25 @@ async function openTalk() {
   const id = location.hash.slice(1);
   if (page.talk && page.talk.id === id) return;
   let talk = page.running.get(id)?.talk;
-  if (!talk && id) talk = await store.read(id);
+  if (!talk && id) {
+    talk = await store.read(id);
+    endUnfinished(talk);
+  }
   if (!talk && id) history.replaceState(null, '', location.pathname);   // deleted, or never here
   page.talk = talk ?? newTalk();
   cancelEdit();
   page.follows = true;
   showTalk();
   await showTalks();
+}
+
+// A reply that a reload has cut: what had come stays.
+function endUnfinished(talk) {
+  const message = talk?.messages.at(-1);
+  if (!message?.unfinished) return;
+  delete message.unfinished;
+  if (!message.content && !message.reasoning && !message.tool_calls) talk.messages.pop();
+  else message.note = {text: 'The page was left before this reply had ended.'};
 }
 
 async function deleteTalk(id) {
@@ -278,7 +290,7 @@ function add(message, delta) {
 // Asks for the next message of this talk and shows it as it comes.
 async function reply(talk) {
   if (page.running.has(talk.id)) return;
-  const message = {role: 'assistant', content: '', reasoning: ''};
+  const message = {role: 'assistant', content: '', reasoning: '', unfinished: true};
   const run = {talk, message, abort: new AbortController(), began: performance.now(), firstAt: 0, nChunks: 0, view: null};
   let request;
   try {
@@ -291,12 +303,13 @@ async function reply(talk) {
   if (page.talk === talk) showTalk();
   save(talk).then(showTalks);
 
-  let finish = '', drawAt = 0, saveAt = performance.now() + SAVE_MS, timer = 0;
+  let finish = '', drawAt = 0, saveAt = 0, timer = 0;
   const draw = () => {
     timer = 0;
     if (page.talk !== talk || !page.running.has(talk.id)) return;
     const begin = performance.now();
     run.view.update({running: true});
+    showProgress(run);
     toEnd();
     drawAt = performance.now() + Math.max(DRAW_MS, 4 * (performance.now() - begin));
   };
@@ -318,7 +331,7 @@ async function reply(talk) {
       if (choice.finish_reason) finish = choice.finish_reason;
       if (chunk.timings) message.stats = {...message.stats, rate: chunk.timings.predicted_per_second, prompt_seconds: (chunk.timings.queue_ms + chunk.timings.prompt_ms) / 1000};
       if (!timer) timer = setTimeout(draw, Math.max(0, drawAt - performance.now()));
-      if (performance.now() > saveAt) {
+      if (run.nChunks && performance.now() > saveAt) {
         saveAt = performance.now() + SAVE_MS;
         save(talk);
       }
@@ -337,6 +350,7 @@ async function reply(talk) {
     }
   }
   clearTimeout(timer);
+  delete message.unfinished;
   if (!page.running.has(talk.id)) return;    // deleted meanwhile
   page.running.delete(talk.id);
   await save(talk);
@@ -427,6 +441,7 @@ function fitField() {
   field.style.height = 'auto';
   field.style.height = field.scrollHeight + 'px';
 }
+document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); find('message').focus(); });   // the address names a talk
 const isTouch = matchMedia('(pointer: coarse)');
 find('message').addEventListener('input', () => { fitField(); showState(); });
 find('message').addEventListener('keydown', event => {
@@ -482,4 +497,4 @@ addEventListener('visibilitychange', () => {
   if (!document.hidden && page.talk) showTalks();   // another tab may have written some
 });
 
-openTalk().then(findModel).then(found => { if (found) find('message').focus(); });
+openTalk().then(findModel).then(found => { if (found && !isTouch.matches) find('message').focus(); });   // a phone would cover half the page with keys

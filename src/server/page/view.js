@@ -13,7 +13,7 @@ function make(name, properties = {}, ...children) {
 function icon(name) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
   const use = document.createElementNS('http://www.w3.org/2000/svg', 'use');
-  use.setAttribute('href', '#' + name);
+  use.setAttribute('href', '#icon-' + name);
   svg.append(use);
   return svg;
 }
