@@ -98,22 +98,21 @@ class PageTest(unittest.TestCase):
         return found[0]
 
     def type(self, *keys):
-        """Keys for whatever has the focus."""
+        """Keys for whatever has the focus; a pair is the second with the first held down."""
         from selenium.webdriver.common.action_chains import ActionChains
-        chain = ActionChains(browser)
+        chain = ActionChains(browser, duration=0)
         for each in keys:
-            chain.send_keys(each)
+            if isinstance(each, tuple):
+                chain.key_down(each[0]).send_keys(each[1]).key_up(each[0])
+            else:
+                chain.send_keys(each)
         chain.perform()
 
-    def tab_to(self, css, most=60, back=False):
-        for _ in range(most):
+    def tab_to(self, css, back=False):
+        for _ in range(60):
             if self.script("return document.activeElement.matches(arguments[0])", css):
                 return
-            if back:
-                from selenium.webdriver.common.action_chains import ActionChains
-                ActionChains(browser).key_down(self.keys.SHIFT).send_keys(self.keys.TAB).key_up(self.keys.SHIFT).perform()
-            else:
-                self.type(self.keys.TAB)
+            self.type((self.keys.SHIFT, self.keys.TAB) if back else self.keys.TAB)
         self.fail(f"Tab does not lead to {css}, but to {self.script('return document.activeElement.outerHTML')[:200]}")
 
     def is_running(self):
@@ -353,7 +352,7 @@ class HandsTest(PageTest):
         self.tab_to(".skip")                              # comes first
         self.type(keys.ENTER)
         self.wait(lambda: self.script("return document.activeElement.id == 'message'"))
-        self.type("A line", keys.SHIFT, keys.ENTER, keys.NULL, "and another.", keys.ENTER)
+        self.type("A line", (keys.SHIFT, keys.ENTER), "and another.", keys.ENTER)
         self.wait(lambda: self.replies() == [SCRIPTS[""]] and not self.is_running())
         self.assertEqual(self.texts(".said"), ["A line\nand another."])
         self.tab_to("#open-settings", back=True)
@@ -470,7 +469,7 @@ class HandsTest(PageTest):
         self.wait(lambda: self.texts(".said") == ["Two."])
         self.find("#open-settings").click()
         self.assertEqual(self.find("[name=system]").get_attribute("value"), "")     # cleared for that talk
-        self.find("#settings .bar button").click()
+        self.find("#close-settings").click()
         # What is no number is not taken.
         self.find("#open-settings").click()
         self.find("[name=temperature]").send_keys("-1")

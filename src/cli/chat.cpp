@@ -187,10 +187,10 @@ bool Chat::say(const std::string& text) {
   ReplyWriter writer(speaker_.tokenizer(), options_.show_special, turn.in_thought);
   bool shows_progress = false;
   const auto on_read = [&](int64_t n_read, int64_t n) {
-    // Nothing for a prompt of one chunk; the reply, or the next line, takes its place.
+    // A line that the reply, or what is said instead, takes the place of.
     if (n_read == 0 || !takes_colour(kStandardError)) return;
     shows_progress = true;
-    write_error(fmt::format("\r\x1b[K\x1b[2mreading {} of {} tokens\x1b[0m{}", n_read, n, n_read < n ? "" : "\r\x1b[K"));
+    write_error(fmt::format("\r\x1b[K\x1b[2mreading, {} of {} tokens\x1b[0m", n_read, n));
   };
   bool first = true;
   const GenerateResult result = speaker_.reply(turn, writer, interrupts_, on_read, [&] {
@@ -218,8 +218,8 @@ bool Chat::say(const std::string& text) {
 bool Chat::fits(const Turn& turn) const {
   const int64_t n = speaker_.length_after(turn);
   if (n <= speaker_.context()) return true;
-  print_error(fmt::format("with this message the talk takes {} positions, the context has {} (--ctx). /forget drops the oldest message "
-                          "and its reply, /reset all of them; /save keeps the talk in a file",
+  print_error(fmt::format("with this message the talk takes {} positions, more than the context of {} (--ctx). /forget drops the oldest "
+                          "message and its reply, /reset all of them; /save keeps the talk in a file",
                           n, speaker_.context()));
   return false;
 }
@@ -259,7 +259,7 @@ void Chat::help(const std::string&) {
 void Chat::reset(const std::string&) {
   conversation_.reset();
   speaker_.forget();
-  if (input_.is_interactive()) print_note(talk_text());
+  print_note(talk_text());
 }
 
 void Chat::system(const std::string& argument) {

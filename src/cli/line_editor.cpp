@@ -102,6 +102,7 @@ int LineEditor::State::wait_for_character(wchar_t& character) {
       return -1;
     }
     if (std::exchange(terminal_changed, 0) != 0) {
+      el_wset(editor, EL_PREP_TERM, 0);   // else it believes that the terminal is as it left it
       el_wset(editor, EL_PREP_TERM, 1);
       el_resize(editor);
       el_wset(editor, EL_REFRESH);
@@ -126,13 +127,16 @@ unsigned char LineEditor::State::take_paste() {
     text += character;
   }
   text.resize(text.size() - kPasteEnd.size());
-  // Terminals send what the Enter key would have sent. Other control characters would act as keys when shown.
+  // For a newline terminals send what the Enter key sends. Other control characters have no place in a message.
   std::wstring clean;
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (text[i] == L'\r' && i + 1 < text.size() && text[i + 1] == L'\n') continue;
-    if (text[i] == L'\r' || text[i] == L'\n') clean += L'\n';
-    else if (text[i] == L'\t') clean += L"  ";
-    else if (text[i] >= 0x20 && text[i] != 0x7f) clean += text[i];
+  for (wchar_t each : text) {
+    if (each == L'\r' || each == L'\n') {
+      clean += L'\n';
+    } else if (each == L'\t') {
+      clean += L"  ";
+    } else if (each >= 0x20 && each != 0x7f) {
+      clean += each;
+    }
   }
   return clean.empty() || el_winsertstr(editor, clean.c_str()) == 0 ? CC_REFRESH : CC_ERROR;
 }
@@ -215,6 +219,8 @@ Line LineEditor::read(const std::string& prompt) {
   state.prompt = widen(prompt);
   state.end = LineEnd::kLine;
   terminal_changed = 0;
+  // Before the prompt, so that a key that answers it at once is a key already.
+  el_wset(state.editor, EL_PREP_TERM, 1);
   el_resize(state.editor);
   write_error(kPasteOn);
   int n = 0;

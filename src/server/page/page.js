@@ -389,7 +389,6 @@ function openSettings() {
   for (const field of fields) if (field.name && field.name !== 'key') field.value = page.talk.settings[field.name] ?? '';
   fields.key.value = words.read('key');
   find('settings-error').textContent = '';
-  find('settings').returnValue = '';
   find('settings').showModal();
 }
 
@@ -412,7 +411,6 @@ function readSettings() {
 }
 
 find('settings-form').addEventListener('submit', async event => {
-  if (event.submitter?.value === 'cancel') return;
   const settings = readSettings();
   if (!settings) return event.preventDefault();
   page.talk.settings = settings;
@@ -424,6 +422,7 @@ find('settings-form').addEventListener('submit', async event => {
     findModel();
   }
 });
+find('close-settings').addEventListener('click', () => find('settings').close());
 find('clear-settings').addEventListener('click', () => {
   for (const field of find('settings-form').elements) if (field.name && field.name !== 'key') field.value = '';
 });
