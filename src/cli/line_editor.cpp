@@ -28,9 +28,21 @@ constexpr std::wstring_view kPasteEnd = L"\x1b[201~";
 
 static_assert(sizeof(wchar_t) == 4, "libedit's characters are code points");
 
-volatile sig_atomic_t terminal_changed = 0;   // another size, or taken back after Ctrl-Z
+// The terminal has another size, or was taken back after Ctrl-Z: a byte in here, whatever thread the signal finds.
+int change_pipe[2] = {-1, -1};
 
-extern "C" void note_terminal(int) { terminal_changed = 1; }
+extern "C" void note_change(int) {
+  const int saved_errno = errno;
+  [[maybe_unused]] const ssize_t n = ::write(change_pipe[1], "", 1);   // does not block; when it is full there is one to be seen
+  errno = saved_errno;
+}
+
+bool take_change() {
+  char bytes[64];
+  bool any = false;
+  while (::read(change_pipe[0], bytes, sizeof bytes) > 0) any = true;
+  return any;
+}
 
 std::wstring widen(std::string_view text) {
   std::wstring wide;
@@ -95,13 +107,13 @@ int LineEditor::State::wait_for_character(wchar_t& character) {
         return 1;
       }
     }
-    pollfd inputs[2] = {{kStandardInput, POLLIN, 0}, {interrupts.descriptor(), POLLIN, 0}};
-    ::poll(inputs, 2, -1);   // a signal ends it early
+    pollfd inputs[3] = {{kStandardInput, POLLIN, 0}, {interrupts.descriptor(), POLLIN, 0}, {change_pipe[0], POLLIN, 0}};
+    if (::poll(inputs, 3, -1) < 0) continue;
     if (interrupts.interrupted()) {
       end = LineEnd::kInterrupted;
       return -1;
     }
-    if (std::exchange(terminal_changed, 0) != 0) {
+    if (take_change()) {
       el_wset(editor, EL_PREP_TERM, 0);   // else it believes that the terminal is as it left it
       el_wset(editor, EL_PREP_TERM, 1);
       el_resize(editor);
@@ -196,8 +208,10 @@ LineEditor::LineEditor(const InterruptCatcher& interrupts, std::string history_f
   if (!state.history_file.empty()) history_w(state.history, &event, H_LOAD, state.history_file.c_str());
   el_wset(editor, EL_HIST, &history_w, state.history);
 
+  if (::pipe2(change_pipe, O_CLOEXEC | O_NONBLOCK) != 0) return;
   struct sigaction action = {};
-  action.sa_handler = note_terminal;
+  action.sa_handler = note_change;
+  action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
   sigaction(SIGWINCH, &action, nullptr);
   sigaction(SIGCONT, &action, nullptr);
@@ -206,6 +220,8 @@ LineEditor::LineEditor(const InterruptCatcher& interrupts, std::string history_f
 LineEditor::~LineEditor() {
   signal(SIGWINCH, SIG_DFL);
   signal(SIGCONT, SIG_DFL);
+  for (int& end : change_pipe)
+    if (end >= 0) ::close(std::exchange(end, -1));
   if (state_->history != nullptr) history_wend(state_->history);
   if (state_->editor != nullptr) el_end(state_->editor);
 }
@@ -218,7 +234,7 @@ Line LineEditor::read(const std::string& prompt) {
   }
   state.prompt = widen(prompt);
   state.end = LineEnd::kLine;
-  terminal_changed = 0;
+  take_change();
   // Before the prompt, so that a key that answers it at once is a key already.
   el_wset(state.editor, EL_PREP_TERM, 1);
   el_resize(state.editor);
