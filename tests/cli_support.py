@@ -134,12 +134,12 @@ def catches_interrupts(pid):
     return int(re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.M)[1], 16) >> (signal.SIGINT - 1) & 1 == 1
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=60, pause=0.01):
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError("waited in vain")
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 class Terminal:

@@ -155,8 +155,8 @@ int Chat::run() {
       failed_ = true;
       print_error(error.what());
     } catch (const Error& error) {
-      // What the device says is the end; what was said or asked for is not.
-      if (error.code == ErrorCode::kDevice || error.code == ErrorCode::kOutOfMemory) throw;
+      // What was said is no reason to end; a device that fails and an output that is closed are.
+      if (error.code != ErrorCode::kBadInput && error.code != ErrorCode::kUnsupported) throw;
       failed_ = true;
       print_error(error.what());
     }
@@ -193,9 +193,15 @@ bool Chat::say(const std::string& text) {
     write_error(fmt::format("\r\x1b[K\x1b[2mreading, {} of {} tokens\x1b[0m", n_read, n));
   };
   bool first = true;
-  const GenerateResult result = speaker_.reply(turn, writer, interrupts_, on_read, [&] {
-    if (std::exchange(first, false) && shows_progress) write_error("\r\x1b[K");
-  });
+  GenerateResult result;
+  try {
+    result = speaker_.reply(turn, writer, interrupts_, on_read, [&] {
+      if (std::exchange(first, false) && shows_progress) write_error("\r\x1b[K");
+    });
+  } catch (...) {
+    conversation_.forget_cache();   // so has the speaker
+    throw;
+  }
   if (first && shows_progress) write_error("\r\x1b[K");
   if (result.finish == FinishReason::kFailed) {
     conversation_.forget_cache();
@@ -287,13 +293,22 @@ nlohmann::ordered_json Chat::settings() const {
 
 void Chat::save(const std::string& argument) {
   if (argument.empty()) throw UsageError("/save takes the name of a file");
-  save_talk(expand_home(argument), {speaker_.name(), conversation_.system_text(), settings(), conversation_.messages()});
+  try {
+    save_talk(expand_home(argument), {speaker_.name(), conversation_.system_text(), settings(), conversation_.messages()});
+  } catch (const Error& error) {
+    throw UsageError(error.what());   // another file may do
+  }
   print_note(fmt::format("{} Saved in {}.", talk_text(), argument));
 }
 
 void Chat::load(const std::string& argument) {
   if (argument.empty()) throw UsageError("/load takes the name of a file");
-  const SavedTalk talk = load_talk(expand_home(argument));
+  SavedTalk talk;
+  try {
+    talk = load_talk(expand_home(argument));
+  } catch (const Error& error) {
+    throw UsageError(error.what());
+  }
   const SpeakOptions before = options_;
   try {
     for (const auto& [name, value] : talk.settings.items())
@@ -301,7 +316,7 @@ void Chat::load(const std::string& argument) {
   } catch (const UsageError& error) {
     options_ = before;
     conversation_.set_thinking(options_.think);
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: its settings can not be used: {}", argument, error.what()));
+    throw UsageError(fmt::format("{}: its settings can not be used: {}", argument, error.what()));
   }
   conversation_.set_system_text(talk.system_text);
   conversation_.set_messages(talk.messages);

@@ -135,8 +135,10 @@ std::string read_input() {
 
 Line read_line() {
   static std::string pending;   // read, but behind the line that was given
+  size_t searched = 0;
   for (;;) {
-    const size_t newline = pending.find('\n');
+    const size_t newline = pending.find('\n', searched);
+    searched = pending.size();
     if (newline != std::string::npos) {
       Line line{LineEnd::kLine, pending.substr(0, newline)};
       pending.erase(0, newline + 1);
@@ -158,6 +160,8 @@ Line read_line() {
       return line;
     }
     pending.append(buffer, static_cast<size_t>(n));
+    if (searched > kMaxInputBytes)
+      throw Error(ErrorCode::kBadInput, fmt::format("a line of standard input is longer than {} bytes", kMaxInputBytes));
   }
 }
 

@@ -45,7 +45,8 @@ struct Line {
   LineEnd end = LineEnd::kLine;
   std::string text;      // without the newline
 };
-// The next line of standard input. kInterrupted: a caught Ctrl-C came; what was typed is lost. Throws Error(kIo).
+// The next line of standard input. kInterrupted: a caught Ctrl-C came; what was typed is lost. Throws Error(kIo), or Error(kBadInput)
+// for more than kMaxInputBytes.
 Line read_line();
 
 // While one lives, Ctrl-C only sets a flag, except that a second one before the flag is cleared ends the program as

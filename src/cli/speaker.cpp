@@ -175,11 +175,16 @@ GenerateResult Speaker::reply(const Turn& turn, ReplyWriter& writer, const Inter
     return !interrupts.interrupted();
   };
   GenerateResult result;
-  if (constraint_ == nullptr) {
-    result = generate(*stepper_, kSequence, request, on_token);
-  } else {
-    Constraint constraint = constraint_->start();
-    result = generate_within(constraint, *stepper_, kSequence, request, on_token);
+  try {
+    if (constraint_ == nullptr) {
+      result = generate(*stepper_, kSequence, request, on_token);
+    } else {
+      Constraint constraint = constraint_->start();
+      result = generate_within(constraint, *stepper_, kSequence, request, on_token);
+    }
+  } catch (...) {
+    forget();   // nobody knows what it holds
+    throw;
   }
   held_ = result.held;
   if (result.finish == FinishReason::kFailed) forget();   // what it holds is not finite

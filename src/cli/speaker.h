@@ -77,7 +77,7 @@ class Speaker {
 
   // What comes for a turn: it is read, as far as the sequence does not hold it, and answered. Ctrl-C ends it at the next token, or
   // the next chunk of the prompt. on_read: before each chunk, with the tokens read of all that must be; before_token: before each
-  // token is written. A reply that fails (kFailed) leaves an empty sequence. Requires what the turn holds to fit the context.
+  // token is written. A reply that fails (kFailed, or an exception) leaves an empty sequence. Requires what the turn holds to fit the context.
   using OnRead = std::function<void(int64_t n_read, int64_t n)>;
   GenerateResult reply(const Turn& turn, ReplyWriter& writer, const InterruptCatcher& interrupts, const OnRead& on_read = {},
                        const std::function<void()>& before_token = {});

@@ -17,7 +17,10 @@ const page = {
 // ---- talks
 
 function newTalk() {
-  const settings = JSON.parse(words.read('settings') || '{}');
+  let settings = {};
+  try {
+    settings = JSON.parse(words.read('settings') || '{}');
+  } catch { /* somebody else's, under our name */ }
   return {id: crypto.randomUUID?.() ?? Date.now().toString(36) + Math.random().toString(36).slice(2), title: '', updated: Date.now(), settings, messages: []};
 }
 
@@ -129,10 +132,11 @@ function showState() {
   find('send').hidden = Boolean(run);
   find('send').disabled = !find('message').value.trim();
   const stats = page.talk.messages.findLast(each => each.stats)?.stats;
-  const used = stats ? stats.total : 0, most = page.model.context_length;
-  find('context').hidden = !used || !most;
+  // The last token of a full context is in the reply, but in no cache.
+  const most = page.model.context_length, used = Math.min(stats?.total ?? 0, most);
+  find('context').hidden = !used;
   find('context-text').textContent = `context ${count.format(used)} of ${count.format(most)}`;
-  find('context-meter').value = most ? Math.min(1, used / most) : 0;
+  find('context-meter').value = most ? used / most : 0;
   showProgress(run);
 }
 
@@ -193,7 +197,7 @@ function send() {
   if (!text || page.running.has(talk.id)) return;
   if (page.editing >= 0) talk.messages.length = page.editing;
   talk.messages.push({role: 'user', content: text});
-  if (!talk.title) talk.title = text.replace(/\s+/g, ' ').slice(0, 80);
+  if (!talk.title) talk.title = text.replace(/\s+/g, ' ').slice(0, 200);
   find('message').value = '';
   cancelEdit();
   fitField();
@@ -235,19 +239,22 @@ function giveResult(call, text) {
 function ways(note) {
   const all = [];
   if (note.full) {
-    all.push(action('Leave the oldest message out and try again', leaveOut));
+    if (secondMessage() >= 0) all.push(action('Leave the oldest message out and try again', leaveOut));
     all.push(action('New talk', () => find('new-talk').click()));
   }
   return all;
 }
 
+// The oldest message that is sent is the first; where the second is. -1: there is none.
+function secondMessage() {
+  const {messages} = page.talk;
+  const first = messages.findIndex(each => !each.left_out);
+  return messages.findIndex((each, i) => i > first && each.role === 'user');
+}
+
 // The oldest message and what answered it are shown, but sent no more.
 function leaveOut() {
-  const {talk} = page;
-  const first = talk.messages.findIndex(each => !each.left_out);
-  let next = talk.messages.findIndex((each, i) => i > first && each.role === 'user');
-  if (next < 0) return toast('There is nothing that could be left out: this message alone is too long.');
-  for (let i = first; i < next; ++i) talk.messages[i].left_out = true;
+  for (const each of page.talk.messages.slice(0, secondMessage())) each.left_out = true;
   again();
 }
 
