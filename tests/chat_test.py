@@ -380,6 +380,18 @@ class PipedTest(ChatCase):
             self.assertIn(part, result.stderr.decode().splitlines()[-1])
             self.assertNotIn(DEFAULT, result.stdout.decode())
 
+    def test_input_without_an_end_and_output_without_room(self):
+        with open("/dev/zero", "rb") as zeros:
+            process = beryl.start("chat", models / "scripted", "--device", "cpu", stdin=zeros)
+            _, stderr = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, stderr.count(b"\n")), (1, 1), stderr)
+        self.assertIn(b"longer than", stderr)
+        with open("/dev/full", "wb") as full:
+            process = beryl.start("chat", models / "scripted", "--device", "cpu", stdin=-1, stdout=full)
+            _, stderr = process.communicate(b"Where?\nNever said.\n", timeout=60)
+        self.assertEqual((process.returncode, stderr.count(b"\n")), (1, 1), stderr)
+        self.assertIn(b"standard output cannot be written", stderr)
+
     def test_nothing_at_all(self):
         self.assertEqual(self.run_chat("").returncode, 0)
         self.assertEqual(self.run_chat("/exit\nNever said.\n").stdout, b"")
