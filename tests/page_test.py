@@ -50,7 +50,6 @@ class PageTest(unittest.TestCase):
         self.addCleanup(self.server.__exit__, None, None, None)
         browser.get_log("browser")
         self.open()
-        self.addCleanup(browser.get, "about:blank")
 
     def tearDown(self):
         if folder := os.environ.get("BERYL_SCREENSHOTS"):
