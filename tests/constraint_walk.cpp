@@ -3,8 +3,8 @@
 //
 //   constraint_walk MODEL      a job a line on standard input, an answer a line on standard output, both JSON
 //
-//   {"kind": "schema", "text": "…", "n": 20, "seed": 1, "most": 400}     kind: json, schema, regex, grammar, gemma4,
-//   llama3
+//   {"kind": "schema", "text": "…", "n": 20, "seed": 1, "most": 400}     kind: text, json, schema, regex, grammar, nothing
+//   and with calls: {…, "notation": "gemma4", "tools": "…", "single": false}     notation: gemma4, tagged, bare
 //   {"error": "…", "code": "unsupported"}
 //   {"notes": […], "replies": [{"hex": "…", "ids": […], "finished": true}]}     hex: the text, special tokens by name
 //
@@ -13,6 +13,7 @@
 // is not accepted.
 #include <cstdio>
 #include <iostream>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -30,14 +31,16 @@ namespace {
 
 using Json = nlohmann::json;
 
-ConstraintSpec::Kind kind_of(const std::string& name) {
+ConstraintSpec spec_of(const Json& job) {
   using Kind = ConstraintSpec::Kind;
-  if (name == "json") return Kind::kJsonObject;
-  if (name == "schema") return Kind::kJsonSchema;
-  if (name == "regex") return Kind::kRegex;
-  if (name == "grammar") return Kind::kGrammar;
-  if (name == "gemma4") return Kind::kGemma4ToolCalls;
-  return Kind::kLlama3ToolCall;
+  static const std::map<std::string, Kind> kinds = {{"text", Kind::kText},         {"json", Kind::kJsonObject},
+                                                    {"schema", Kind::kJsonSchema}, {"regex", Kind::kRegex},
+                                                    {"grammar", Kind::kGrammar},   {"nothing", Kind::kNothing}};
+  static const std::map<std::string, CallNotation> notations = {
+      {"gemma4", CallNotation::kGemma4}, {"tagged", CallNotation::kTagged}, {"bare", CallNotation::kBare}};
+  ConstraintSpec spec{kinds.at(job.at("kind")), job.at("text"), std::nullopt};
+  if (job.contains("notation")) spec.calls = CallSpec{notations.at(job["notation"]), job.at("tools"), job.value("single", false)};
+  return spec;
 }
 
 struct Walk {
@@ -100,7 +103,7 @@ struct Walk {
 
 Json answer(ConstraintCompiler& compiler, const Tokenizer& tokenizer, const Json& job) {
   try {
-    const auto compiled = compiler.compile({kind_of(job.at("kind")), job.at("text")});
+    const auto compiled = compiler.compile(spec_of(job));
     Json replies = Json::array();
     for (int i = 0; i < job.at("n").get<int>(); ++i)
       replies.push_back(Walk{tokenizer, job.at("seed").get<uint64_t>() * 1000003 + static_cast<uint64_t>(i)}.reply(

@@ -15,7 +15,6 @@
 #include "base/error.h"
 #include "base/mapped_file.h"
 #include "cli/commands.h"
-#include "cli/constrained_reply.h"
 #include "cli/console.h"
 #include "cli/conversation.h"
 #include "cli/device.h"
@@ -26,6 +25,7 @@
 #include "engine/fit.h"
 #include "engine/generate.h"
 #include "grammar/constraint.h"
+#include "grammar/reply_constraint.h"
 #include "model/memory_plan.h"
 #include "model/model.h"
 #include "text/chat_writer.h"
@@ -260,13 +260,10 @@ class Runner {
       writer.push(sampled.id);
       return !interrupts.interrupted();
     };
-    GenerateResult result;
-    if (constraint_ == nullptr) {
-      result = generate(*stepper_, kSequence, request, on_token);
-    } else {
-      Constraint constraint = constraint_->start();
-      result = generate_within(constraint, *stepper_, kSequence, request, on_token);
-    }
+    const std::unique_ptr<TokenConstraint> bounds =
+        bind_reply({.content = constraint_, .in_thought = turn.in_thought, .may_think = options_.think}, *tokenizer_, model_.config.vocab);
+    request.constraint = bounds.get();
+    const GenerateResult result = generate(*stepper_, kSequence, request, on_token);
     held_ = result.held;
     writer.finish();
     print_statistics(result);
@@ -334,8 +331,6 @@ int run(const RunOptions& options) {
     throw UsageError("--chat-template belongs to a chat; with --raw there is none");
   if (options.raw && options.think) throw UsageError("--think belongs to a chat; with --raw there is none");
   if (options.n_constraints() > 1) throw UsageError("give one of --json, --json-schema, --regex and --grammar");
-  if (options.n_constraints() > 0 && options.think)
-    throw UsageError("--think and a reply that is bound from its first token exclude each other");
   if (options.parse_special && !options.raw) throw UsageError("--special needs --raw: in a chat, text stays text");
   if (options.has_prompt || !is_terminal(kStandardInput)) {
     std::string prompt = options.has_prompt ? options.prompt : read_input();

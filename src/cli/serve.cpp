@@ -20,8 +20,10 @@
 #include "cli/device.h"
 #include "cli/options.h"
 #include "cli/text_input.h"
+#include "cpu/parallel.h"
 #include "engine/engine.h"
 #include "engine/fit.h"
+#include "grammar/constraint.h"
 #include "model/model.h"
 #include "server/api.h"
 #include "server/http_server.h"
@@ -116,12 +118,15 @@ int serve(const ServeOptions& options) {
 
   size_t longest = 1;
   for (int32_t id = 0; id < tokenizer->vocab_size(); ++id) longest = std::max(longest, tokenizer->token_bytes(id).size());
+  ConstraintCompiler constraints(*tokenizer, model.config.vocab, std::max(1, usable_cores() / 2));   // the engine goes on beside it
   const server::ServedModel served = {
       .id = name_of(options, model),
       .created = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count(),
       .tokenizer = *tokenizer,
       .writer = writer.get(),
       .writes_tools = writer != nullptr && writes_tools(*writer),
+      .notation = writer == nullptr ? CallNotation::kTagged : call_notation(*writer, *tokenizer),
+      .constraints = constraints,
       .engine = *engine,
       .suppressed_ids = model.config.suppressed_tokens,
       .vocab = std::min<int64_t>(model.config.vocab, tokenizer->vocab_size()),
