@@ -6,11 +6,13 @@
 //   {"kind": "schema", "text": "…", "n": 20, "seed": 1, "most": 400}     kind: text, json, schema, regex, grammar, nothing
 //   and with calls: {…, "notation": "gemma4", "tools": "…", "single": false}     notation: gemma4, tagged, bare
 //   {"error": "…", "code": "unsupported"}
-//   {"notes": […], "replies": [{"hex": "…", "ids": […], "finished": true}]}     hex: the text, special tokens by name
+//   {"notes": […], "compile_ms": 3.1, "slowest_ms": 0.2, "replies": [{"hex": "…", "ids": […], "finished": true}]}
+//   hex: the text, special tokens by name; slowest_ms: of all steps, the longest
 //
 // Each step takes one of the allowed ids: often one that ends something, or else the reply would not end. On the way,
 // what the constraint promises is held against itself: a fork and a rollback go the same way, an id that is not allowed
 // is not accepted.
+#include <chrono>
 #include <cstdio>
 #include <iostream>
 #include <map>
@@ -30,6 +32,9 @@ namespace beryl {
 namespace {
 
 using Json = nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+double ms_since(Clock::time_point begin) { return std::chrono::duration<double, std::milli>(Clock::now() - begin).count(); }
 
 ConstraintSpec spec_of(const Json& job) {
   using Kind = ConstraintSpec::Kind;
@@ -46,6 +51,7 @@ ConstraintSpec spec_of(const Json& job) {
 struct Walk {
   const Tokenizer& tokenizer;
   uint64_t seed;
+  double& slowest_ms;
   uint64_t draw = 0;
 
   uint32_t below(uint32_t n) { return philox(seed, draw++).x[0] % n; }
@@ -75,7 +81,10 @@ struct Walk {
     std::vector<uint32_t> mask(constraint.mask_words()), again(mask.size());
     std::string text;
     Json ids = Json::array();
-    while (static_cast<int>(ids.size()) < most && constraint.fill_mask(mask)) {
+    while (static_cast<int>(ids.size()) < most) {
+      const Clock::time_point begin = Clock::now();
+      if (!constraint.fill_mask(mask)) break;
+      slowest_ms = std::max(slowest_ms, ms_since(begin));
       const std::vector<int32_t> allowed = ids_of(mask);
       if (below(8) == 0) {  // a draft that is thrown away
         Constraint fork = constraint.fork();
@@ -91,7 +100,9 @@ struct Walk {
         BERYL_CHECK(fork.accept(other) == is_allowed, "the mask is what is accepted");
       }
       const int32_t id = choose(allowed);
+      const Clock::time_point accepting = Clock::now();
       BERYL_CHECK(constraint.accept(id), "an allowed id is accepted");
+      slowest_ms = std::max(slowest_ms, ms_since(accepting));
       ids.push_back(id);
       if (!constraint.is_finished()) text += tokenizer.token_bytes(id);
     }
@@ -103,12 +114,15 @@ struct Walk {
 
 Json answer(ConstraintCompiler& compiler, const Tokenizer& tokenizer, const Json& job) {
   try {
+    const Clock::time_point begin = Clock::now();
     const auto compiled = compiler.compile(spec_of(job));
+    const double compile_ms = ms_since(begin);
+    double slowest_ms = 0;
     Json replies = Json::array();
     for (int i = 0; i < job.at("n").get<int>(); ++i)
-      replies.push_back(Walk{tokenizer, job.at("seed").get<uint64_t>() * 1000003 + static_cast<uint64_t>(i)}.reply(
+      replies.push_back(Walk{tokenizer, job.at("seed").get<uint64_t>() * 1000003 + static_cast<uint64_t>(i), slowest_ms}.reply(
           compiled->start(), job.at("most")));
-    return {{"notes", compiled->notes()}, {"replies", replies}};
+    return {{"notes", compiled->notes()}, {"compile_ms", compile_ms}, {"slowest_ms", slowest_ms}, {"replies", replies}};
   } catch (const Error& error) {
     return {{"error", error.what()},
             {"code", error.code == ErrorCode::kUnsupported ? "unsupported"

@@ -47,7 +47,7 @@ namespace {
 
 constexpr size_t kMaxTextBytes = 1 << 20;
 constexpr size_t kMaxRegexBytes = 16 << 10;
-constexpr size_t kMaxGrammarBytes = 1 << 20;  // as the library prints it; more would take seconds
+constexpr size_t kMaxGrammarBytes = 256 << 10;  // as the library prints it; more would take many seconds
 constexpr size_t kMaxKept = 64;               // compiled specs, and their bytes
 constexpr size_t kMaxKeptBytes = 64 << 20;
 
@@ -240,7 +240,8 @@ struct ConstraintCompiler::Impl {
     return split;
   }
 
-  // The constants that stand for patterns become rules, one for equal ones.
+  // The constants that stand for patterns become rules, one for equal ones. In JSON with their quotes: a count that ends
+  // where its rule ends would take the library seconds.
   static std::string with_patterns(const std::string& grammar, const std::vector<SchemaPattern>& patterns,
                                    RegexPlace place) {
     std::vector<LiteralPart> parts;
@@ -248,8 +249,10 @@ struct ConstraintCompiler::Impl {
     std::map<std::string, std::string> rule_of;  // by expression
     for (const SchemaPattern& pattern : patterns) {
       const auto [at, is_new] = rule_of.emplace(pattern.regex, fmt::format("pattern_of_string_{}", rule_of.size()));
-      if (is_new) rules += fmt::format("{} ::= {}\n", at->second, rule_of_regex(pattern.place, pattern.regex, place));
-      parts.push_back({pattern.constant, at->second});
+      const std::string mark = place == RegexPlace::kJsonString ? "\\\"" : "", quote = mark.empty() ? "" : fmt::format("\"{}\"", mark);
+      if (is_new)
+        rules += fmt::format("{} ::= {} ({}) {}\n", at->second, quote, rule_of_regex(pattern.place, pattern.regex, place), quote);
+      parts.push_back({mark + pattern.constant + mark, at->second});
     }
     return with_literal_parts(grammar, parts) + rules;
   }
