@@ -53,7 +53,7 @@ class Client {
 
   void post(const std::string& path, const std::string& body, const char* connection = "close") {
     const std::string text = fmt::format(
-        "POST {} HTTP/1.1\r\nHost: x\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
+        "POST {} HTTP/1.1\r\nHost: localhost\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
         connection, body.size(), body);
     EXPECT_EQ(send(socket_, text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
   }
