@@ -58,6 +58,9 @@ STOPS = (IM_END, END_OF_TEXT)
 BOS, TURN, TURN_END, THINK, CHANNEL, CHANNEL_END, EOS = range(0xf5, 0xfc)
 GEMMA4_SPECIAL = {BOS: "<bos>", TURN: "<|turn>", TURN_END: "<turn|>", THINK: "<|think|>", CHANNEL: "<|channel>",
                   CHANNEL_END: "<channel|>", EOS: "<eos>"}
+# And with those of its calls.
+GEMMA4_TOOLS = GEMMA4_SPECIAL | {0xc0: "<|tool_call>", 0xc1: "<tool_call|>", 0xfc: "<|\"|>", 0xfd: "<|tool>", 0xfe: "<tool|>",
+                                 0xff: "<|tool_response>", 0x01: "<tool_response|>"}
 
 
 def byte_characters():

@@ -125,8 +125,6 @@ int run(RunOptions& options) {
     throw UsageError("--chat-template belongs to a chat; with --raw there is none");
   if (speak.raw && speak.think) throw UsageError("--think belongs to a chat; with --raw there is none");
   if (options.n_constraints() > 1) throw UsageError("give one of --json, --json-schema, --regex and --grammar");
-  if (options.n_constraints() > 0 && speak.think)
-    throw UsageError("--think and a reply that is bound from its first token exclude each other");
   if (options.parse_special && !speak.raw) throw UsageError("--special needs --raw: in a chat, text stays text");
   const bool has_prompt = options.has_prompt || !is_terminal(kStandardInput);
   std::string prompt;

@@ -8,10 +8,10 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
-#include "cli/constrained_reply.h"
 #include "cli/options.h"
 #include "cli/text_input.h"
 #include "engine/fit.h"
+#include "grammar/reply_constraint.h"
 
 namespace beryl::cli {
 namespace {
@@ -174,14 +174,12 @@ GenerateResult Speaker::reply(const Turn& turn, ReplyWriter& writer, const Inter
     writer.push(sampled.id);
     return !interrupts.interrupted();
   };
+  const std::unique_ptr<TokenConstraint> bounds =
+      bind_reply({.content = constraint_, .in_thought = turn.in_thought, .may_think = options_.think}, *tokenizer_, model_.config.vocab);
+  request.constraint = bounds.get();
   GenerateResult result;
   try {
-    if (constraint_ == nullptr) {
-      result = generate(*stepper_, kSequence, request, on_token);
-    } else {
-      Constraint constraint = constraint_->start();
-      result = generate_within(constraint, *stepper_, kSequence, request, on_token);
-    }
+    result = generate(*stepper_, kSequence, request, on_token);
   } catch (...) {
     forget();   // nobody knows what it holds
     throw;

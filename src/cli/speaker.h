@@ -72,7 +72,7 @@ class Speaker {
 
   // Allocates. Context: --ctx; else the default, more where the prompt and -n need it, never more than the model was made for.
   void prepare(int64_t n_prompt);
-  // Replies must match it, from their first token on. Null: none.
+  // Replies must match it, behind their thoughts. Null: none.
   void set_constraint(std::shared_ptr<const CompiledConstraint> constraint) { constraint_ = std::move(constraint); }
 
   // What comes for a turn: it is read, as far as the sequence does not hold it, and answered. Ctrl-C ends it at the next token, or

@@ -33,11 +33,12 @@ struct Told {
 class WaitsFor : public TokenConstraint {
  public:
   explicit WaitsFor(const std::atomic<bool>& go) : go_(go) {}
-  bool fill(std::vector<uint32_t>&) override {
+  Next fill(std::span<uint32_t>) override {
     while (!go_) std::this_thread::yield();
-    return false;
+    return Next::kAnything;
   }
   void accept(int32_t) override {}
+  void rollback(int) override {}
 
  private:
   const std::atomic<bool>& go_;

@@ -53,7 +53,7 @@ class Client {
 
   void post(const std::string& path, const std::string& body, const char* connection = "close") {
     const std::string text = fmt::format(
-        "POST {} HTTP/1.1\r\nHost: x\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
+        "POST {} HTTP/1.1\r\nHost: localhost\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
         connection, body.size(), body);
     EXPECT_EQ(send(socket_, text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
   }
@@ -96,7 +96,7 @@ std::string text_in(const std::string& answer) {
 
 class ServerTest : public testing::Test {
  protected:
-  ServerTest() : tokenizer_(letter_tokenizer()), program_(test::text_program(100)) {
+  ServerTest() : tokenizer_(letter_tokenizer()), constraints_(*tokenizer_, test::kTextVocab, 1), program_(test::text_program(100)) {
     EngineLimits limits;
     limits.run.context = 512;
     limits.run.n_sequences = 6;
@@ -107,7 +107,7 @@ class ServerTest : public testing::Test {
     limits.always_draft = true;
     engine_ = std::make_unique<Engine>(program_, limits, backend_);
     model_ = std::make_unique<ServedModel>(ServedModel{
-        .id = "letters", .tokenizer = *tokenizer_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
+        .id = "letters", .tokenizer = *tokenizer_, .constraints = constraints_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
     api_ = std::make_unique<Api>(*model_, ApiOptions());
     server_ = std::make_unique<HttpServer>("127.0.0.1", 0, HttpLimits(), [this](HttpRequest& request) { return api_->answer(request); },
                                            [this] { return api_->too_large(); });
@@ -120,6 +120,7 @@ class ServerTest : public testing::Test {
   }
 
   std::unique_ptr<Tokenizer> tokenizer_;
+  ConstraintCompiler constraints_;
   Program program_;
   test::TextBackend backend_;
   std::unique_ptr<Engine> engine_;
