@@ -84,7 +84,7 @@ class Chat {
   void print_status(const GenerateResult& result) const;
   void set(const std::string& name, const std::string& value);
   nlohmann::ordered_json settings() const;
-  std::string talk_text() const;   // "3 exchanges"
+  std::string talk_text() const;   // how long it is, as a sentence
   void require_exchange() const;
 
   void help(const std::string& argument);
@@ -137,7 +137,7 @@ int Chat::run() {
     const Line line = input_.next();
     if (line.end == LineEnd::kEndOfInput) return 0;
     if (line.end == LineEnd::kInterrupted) {
-      if (in_a_row.is_second()) return kExitInterrupted;
+      if (!input_.is_interactive() || in_a_row.is_second()) return kExitInterrupted;
       continue;
     }
     in_a_row.reset();
