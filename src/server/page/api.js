@@ -11,12 +11,13 @@ class ApiFailure extends Error {
 }
 
 const api = {
+  // path: relative, so that the page may lie below a path of a proxy.
   async ask(path, options = {}) {
     const key = words.read('key');
     const headers = {...(options.body ? {'Content-Type': 'application/json'} : {}), ...(key ? {Authorization: 'Bearer ' + key} : {})};
     let answer;
     try {
-      answer = await fetch(path, {...options, headers, cache: 'no-store', credentials: 'omit', redirect: 'error'});
+      answer = await fetch(path, {...options, headers, cache: 'no-store', redirect: 'error'});
     } catch (error) {
       if (error.name === 'AbortError') throw error;
       throw new ApiFailure('The server does not answer. Is it running?');
@@ -32,12 +33,12 @@ const api = {
 
   // {id, context_length}
   async model() {
-    return (await (await api.ask('/v1/models')).json()).data[0];
+    return (await (await api.ask('v1/models')).json()).data[0];
   },
 
   // The chunks of a chat completion.
   async* reply(body, signal) {
-    const answer = await api.ask('/v1/chat/completions', {
+    const answer = await api.ask('v1/chat/completions', {
       method: 'POST', signal, body: JSON.stringify({...body, stream: true, stream_options: {include_usage: true}}),
     });
     let text = '';
