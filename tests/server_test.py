@@ -901,7 +901,7 @@ def run_tool_loop(case, client, seed):
     """Four turns of calls and their results, one of them parallel, one streamed; then the answer in words."""
     messages = list(HELLO)
     for turn in range(4):
-        fields = {"model": "any", "messages": messages, "tools": SHORT_TOOLS, "seed": seed + turn, "max_tokens": 700,
+        fields = {"model": "any", "messages": messages, "tools": SHORT_TOOLS, "seed": seed + turn, "max_tokens": 300,
                   "parallel_tool_calls": turn == 2, "tool_choice": {"type": "function", "function": {"name": "get_time"}} if turn == 1 else "required"}
         if turn == 3:
             with client.chat.completions.stream(**fields) as stream:
@@ -928,7 +928,7 @@ class RealModelTest(unittest.TestCase):
 
     @unittest.skipUnless(SMOLLM2.exists(), f"{SMOLLM2} is not there")
     def test_a_chat_model(self):
-        with Server(beryl, SMOLLM2, "--device", "cpu", "--ctx", "1024") as server:
+        with Server(beryl, SMOLLM2, "--device", "cpu", "--ctx", "4096") as server:
             client = openai_client(server)
             fields = {"model": "any", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
             whole = client.chat.completions.create(**fields, max_tokens=40)
@@ -953,7 +953,7 @@ class RealModelTest(unittest.TestCase):
 
     @unittest.skipUnless(GEMMA3.exists(), f"{GEMMA3} is not there")
     def test_a_base_model(self):
-        with Server(beryl, GEMMA3, "--device", "cpu", "--ctx", "1024") as server:
+        with Server(beryl, GEMMA3, "--device", "cpu", "--ctx", "4096") as server:
             client = openai_client(server)
             run_tool_loop(self, client, seed=2)          # a base model, but with the turns of Gemma 3
             prompt = "The capital of France is"

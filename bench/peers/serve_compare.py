@@ -146,7 +146,7 @@ def main():
                 found[name].append(measure(command, options, n, f"{round_number} {n}"))
             if options.record:
                 with options.record.open("a") as record:
-                    print(json.dumps({"streams": n, **{name: results[-1] for name, results in found.items()}}), file=record)
+                    print(json.dumps({"streams": n, "beryl_options": options.beryl_options, **{name: results[-1] for name, results in found.items()}}), file=record)
         speed, mean, longest = ({name: [result[i] for result in results] for name, results in found.items()} for i in range(3))
         ratio = statistics.median(speed["beryl"]) / statistics.median(speed["peer"])
         ms = lambda values: words([1e3 * value for value in values], 0)
