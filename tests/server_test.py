@@ -339,6 +339,63 @@ class RequestTest(ServerTest):
         for value in (None, ):
             self.chat(max_tokens=1, temperature=value, stop=value, seed=value, stream=value, n=value, tools=value)
 
+    def test_any_value_in_any_field_is_an_answer_or_a_refusal(self):
+        fields = {"/v1/chat/completions": (
+                      {"messages": HELLO, "max_tokens": 1}, "messages max_tokens max_completion_tokens temperature top_p top_k min_p presence_penalty "
+                      "frequency_penalty repetition_penalty seed stop n logit_bias logprobs top_logprobs stream stream_options tools tool_choice "
+                      "parallel_tool_calls response_format reasoning_effort thinking_budget chat_template_kwargs"),
+                  "/v1/completions": ({"prompt": "x", "max_tokens": 1}, "prompt max_tokens temperature seed stop n best_of echo suffix logprobs stream response_format"),
+                  "/v1/responses": ({"input": "x", "max_output_tokens": 1}, "input instructions max_output_tokens temperature top_p top_logprobs include stream tools "
+                                    "tool_choice parallel_tool_calls text reasoning background previous_response_id metadata"),
+                  "/v1/messages": ({"messages": HELLO, "max_tokens": 1}, "messages system max_tokens temperature top_p top_k stop_sequences stream tools tool_choice "
+                                   "thinking output_config"),
+                  "/v1/messages/count_tokens": ({"messages": HELLO}, "messages system tools tool_choice"),
+                  "/tokenize": ({"content": "x"}, "content add_special parse_special"), "/detokenize": ({"tokens": [65]}, "tokens show_special")}
+        values = ['"true"', '"x"', '""', "1", "-1", "0.5", "9223372036854775808", "-9223372036854775809", "1e308", "true", "null", "[]", "[1]", '["x"]', "[null]", "[{}]", "[[]]",
+                  "{}", '{"type": 5}', '{"type": "function"}', '{"x": {"y": []}}', '[{"role": 5}]', '[{"role": "user"}]', '[{"type": "function", "function": 5}]',
+                  '[{"type": "function", "function": {"name": "f", "parameters": [1]}}]', '{"format": {"type": "json_schema"}}']
+        n_refused = 0
+        for path, (body, names) in fields.items():
+            for name in names.split():
+                for value in values:
+                    rest = {key: other for key, other in body.items() if key != name}
+                    text = json.dumps(rest)[:-1] + (", " if rest else "") + f'"{name}": {value}}}'
+                    status, _, answer = self.server.request("POST", path, text.encode())
+                    with self.subTest(path=path, name=name, value=value):
+                        self.assertIn(status, (200, 400), answer)
+                        if status == 400:
+                            n_refused += 1
+                            self.assertEqual(answer["error"]["type"], "invalid_request_error")
+                            self.assertGreater(len(answer["error"]["message"]), 10)
+                            self.assertNotIn("\n", answer["error"]["message"])
+        self.assertGreater(n_refused, 1000)
+        self.chat(max_tokens=1)
+
+    def test_only_names_of_this_machine_are_answered(self):
+        # A web page that gives its own name this address is not let in (DNS rebinding).
+        for host, right in (("localhost", True), ("LOCALHOST:80", True), (f"127.0.0.1:{self.server.port}", True), ("[::1]:5", True), ("evil.example", False),
+                            ("localhost.evil.example", False), ("127.0.0.1.evil.example:80", False), ("[::2]", False), ("[", False)):
+            with self.subTest(host=host):
+                for path in ("/v1/models", "/health", "/metrics"):
+                    self.assertEqual(self.server.request("GET", path, headers={"Host": host})[0], 200 if right else 403)
+        with Server(beryl, self.model, *self.arguments, "--allow-host", "My.Name") as server:
+            self.assertEqual([server.request("GET", "/v1/models", headers={"Host": host})[0] for host in ("my.name:8080", "localhost", "other")], [200, 200, 403])
+        with Server(beryl, self.model, *self.arguments, "--host", "0.0.0.0") as server:      # whoever has opened it to the network knows its names
+            self.assertEqual(server.request("GET", "/v1/models", headers={"Host": "any.name"})[0], 200)
+
+    def test_a_full_context_ends_the_reply_and_nothing_else(self):
+        answer = self.chat([{"role": "user", "content": "x" * 440}], max_tokens=5000, seed=1, logit_bias={"249": -100, "250": -100})
+        self.assertEqual(answer["choices"][0]["finish_reason"], "length")
+        self.assertEqual(answer["usage"]["total_tokens"], 512 + 1)          # the last token needs no place
+        self.chat(max_tokens=1)
+
+    def test_schemas_that_the_format_has_no_words_for_are_reported(self):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "string", "format": "no-such", "maxLength": 3}},
+                                                                              "required": ["a"]}}}
+        answer = self.chat(max_tokens=200, response_format=form)
+        self.assertIn("no-such", answer["warnings"][0])
+        self.assertNotIn("warnings", self.chat(max_tokens=1))
+
     def test_bodies_that_are_no_requests(self):
         for body, words in ((b"", "empty"), (b"{", "byte 1"), (b"[]", "array"), (b'{"messages": \xff}', "byte 13"),
                             (b'"x"', "text"), (b'{"a": 1e999}', "too large"), (b"{}x", "byte 2"),
@@ -689,13 +746,19 @@ class LeavingTest(ServerTest):
 
 class LoadTest(ServerTest):
     """Many at once: none lost, none mixed up, no page leaked."""
-    arguments = ("--device", "cpu", "--ctx", "256", "--parallel", "8", "--chunk", "48", "--cache-tokens", "1024", "--queue", "64")
+    arguments = ("--device", "cpu", "--ctx", "512", "--parallel", "8", "--chunk", "48", "--cache-tokens", "1024", "--queue", "64")
 
     def test_every_reply_is_the_one_given_alone(self):
         shared = "You are a model of random weights. " * 3
         questions = [f"{shared if i % 2 else ''}Question {i}?" for i in range(10)]
         body = {"temperature": 0, "max_tokens": 60}
-        alone = [self.chat([{"role": "user", "content": text}], **body)["choices"][0]["message"]["content"] for text in questions]
+        # Some are bound to a form, some may call tools.
+        bound = {2: {"response_format": {"type": "regex", "pattern": "([a-z]{3} ){10}"}}, 3: {"response_format": {"type": "json_object"}},
+                 4: {"tools": SHORT_TOOLS[1:], "tool_choice": "required"}}
+        asked_of = [body | {"messages": [{"role": "user", "content": text}]} | bound.get(i, {}) for i, text in enumerate(questions)]
+        if self.server.post("/v1/chat/completions", asked_of[2] | {"max_tokens": 1})[0] == 400:
+            asked_of = [{key: value for key, value in asked.items() if key in ("messages", "temperature", "max_tokens")} for asked in asked_of]
+        alone = [self.chat(**asked)["choices"][0]["message"] for asked in asked_of]
         failures = []
 
         def client(seed):
@@ -703,7 +766,7 @@ class LoadTest(ServerTest):
             try:
                 for _ in range(12):
                     i = draw.randrange(len(questions))
-                    asked = body | {"messages": [{"role": "user", "content": questions[i]}]}
+                    asked = asked_of[i]
                     kind = draw.randrange(4)
                     if kind == 0:                        # leaves
                         connection = self.server.send_post("/v1/chat/completions", asked | {"stream": draw.random() < 0.5})
@@ -715,8 +778,8 @@ class LoadTest(ServerTest):
                         events = self.server.events("/v1/chat/completions", asked)
                         text = "".join(json.loads(e)["choices"][0]["delta"].get("content", "") for e in events[:-1])
                     else:
-                        text = self.chat(**asked)["choices"][0]["message"]["content"]
-                    if text != alone[i]:
+                        text = self.chat(**asked)["choices"][0]["message"]["content"] or ""
+                    if text != (alone[i]["content"] or ""):
                         failures.append((i, text))
             except Exception as error:                   # noqa: BLE001  whatever it is, the test has failed
                 failures.append(error)
@@ -838,7 +901,7 @@ def run_tool_loop(case, client, seed):
     """Four turns of calls and their results, one of them parallel, one streamed; then the answer in words."""
     messages = list(HELLO)
     for turn in range(4):
-        fields = {"model": "any", "messages": messages, "tools": SHORT_TOOLS, "seed": seed + turn, "max_tokens": 700,
+        fields = {"model": "any", "messages": messages, "tools": SHORT_TOOLS, "seed": seed + turn, "max_tokens": 300,
                   "parallel_tool_calls": turn == 2, "tool_choice": {"type": "function", "function": {"name": "get_time"}} if turn == 1 else "required"}
         if turn == 3:
             with client.chat.completions.stream(**fields) as stream:
@@ -865,7 +928,7 @@ class RealModelTest(unittest.TestCase):
 
     @unittest.skipUnless(SMOLLM2.exists(), f"{SMOLLM2} is not there")
     def test_a_chat_model(self):
-        with Server(beryl, SMOLLM2, "--device", "cpu", "--ctx", "1024") as server:
+        with Server(beryl, SMOLLM2, "--device", "cpu", "--ctx", "4096") as server:
             client = openai_client(server)
             fields = {"model": "any", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
             whole = client.chat.completions.create(**fields, max_tokens=40)
@@ -890,7 +953,7 @@ class RealModelTest(unittest.TestCase):
 
     @unittest.skipUnless(GEMMA3.exists(), f"{GEMMA3} is not there")
     def test_a_base_model(self):
-        with Server(beryl, GEMMA3, "--device", "cpu", "--ctx", "1024") as server:
+        with Server(beryl, GEMMA3, "--device", "cpu", "--ctx", "4096") as server:
             client = openai_client(server)
             run_tool_loop(self, client, seed=2)          # a base model, but with the turns of Gemma 3
             prompt = "The capital of France is"

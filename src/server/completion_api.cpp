@@ -128,6 +128,7 @@ HttpResponse answer_whole(Completion& completion, const HttpRequest& request) {
   answer["choices"] = std::move(choices);
   answer["usage"] = usage_of(completion);
   answer["timings"] = timings_of(completion.replies.front().result());
+  add_warnings(answer, completion.generation);
   return json_response(answer);
 }
 

@@ -78,6 +78,7 @@ std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& 
 std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& conversation, Generation& generation) {
   const ChatPrompt prompt = prompt_of(model, conversation);
   generation.is_chat = true;
+  generation.warnings = prompt.warnings;
   generation.in_thought = prompt.in_thought;
   generation.may_think = conversation.options.enable_thinking;
   generation.finds_calls = conversation.tool_choice.may_call;

@@ -231,6 +231,10 @@ Json timings_of(const RequestResult& result) {
   return timings;
 }
 
+void add_warnings(Json& answer, const Generation& generation) {
+  if (!generation.warnings.empty()) answer["warnings"] = generation.warnings;
+}
+
 double finite_logprob(float logprob) { return std::isfinite(logprob) ? static_cast<double>(logprob) : -9999.0; }
 
 }  // namespace beryl::server

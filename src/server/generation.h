@@ -46,6 +46,7 @@ struct Generation {
   bool finds_calls = false;
   std::vector<std::string> tool_names;   // of these
   int64_t thought_budget = INT64_MAX;    // tokens, then the thought is closed
+  std::vector<std::string> warnings;     // of the request, what could not be expressed as it was asked
   std::shared_ptr<const CompiledConstraint> content = nullptr;   // what the reply must be, behind its thoughts; null: anything
 };
 
@@ -106,6 +107,9 @@ class Reply {
 // "usage" of OpenAI's APIs, and "timings", over all replies to one prompt.
 Json usage_of(const std::vector<Reply>& replies);
 Json timings_of(const RequestResult& result);
+
+// Adds "warnings", where there are any.
+void add_warnings(Json& answer, const Generation& generation);
 
 // -infinity has no form in JSON.
 double finite_logprob(float logprob);

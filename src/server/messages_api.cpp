@@ -199,6 +199,7 @@ HttpResponse answer_whole(Message& message, const HttpRequest& request) {
   answer["stop_sequence"] = stop_sequence(reply);
   answer["usage"] = usage_of(reply);
   answer["timings"] = timings_of(reply.result());
+  add_warnings(answer, message.generation);
   return json_response(answer);
 }
 

@@ -162,6 +162,7 @@ Json object_of(const Response& response, const Json* output) {
                      {"output_tokens_details", {{"reasoning_tokens", reply.n_thought_tokens()}}},
                      {"total_tokens", timings.prompt_tokens + reply.n_tokens()}};
   object["timings"] = timings_of(reply.result());
+  add_warnings(object, response.generation);
   return object;
 }
 

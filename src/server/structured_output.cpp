@@ -117,6 +117,8 @@ void bind_generation(const ServedModel& model, const ReplyForm& form, const Tool
   if (spec.kind == Kind::kText && !spec.calls) return;
   try {
     generation.content = model.constraints.compile(spec);
+    const std::vector<std::string>& notes = generation.content->notes();
+    generation.warnings.insert(generation.warnings.end(), notes.begin(), notes.end());
   } catch (const Error& error) {
     const bool is_content = !spec.calls || (form.kind != Kind::kText && std::string_view(error.what()).substr(0, 5) != "tools");
     const std::string field = is_content ? form.field : "tools";
