@@ -367,7 +367,7 @@ class HandsTest(PageTest):
         self.tab_to("#new-talk", back=True)
         self.type(keys.ENTER)
         self.wait(lambda: not self.texts(".message"))
-        self.assertTrue(self.script("return document.activeElement.id == 'message'"))
+        self.wait(lambda: self.script("return document.activeElement.id == 'message'"))
         self.tab_to("#talks .delete", back=True)
         self.type(keys.ENTER)
         self.wait(lambda: not self.all("#talks li"))
