@@ -58,6 +58,9 @@ STOPS = (IM_END, END_OF_TEXT)
 BOS, TURN, TURN_END, THINK, CHANNEL, CHANNEL_END, EOS = range(0xf5, 0xfc)
 GEMMA4_SPECIAL = {BOS: "<bos>", TURN: "<|turn>", TURN_END: "<turn|>", THINK: "<|think|>", CHANNEL: "<|channel>",
                   CHANNEL_END: "<channel|>", EOS: "<eos>"}
+# And with those of its calls.
+GEMMA4_TOOLS = GEMMA4_SPECIAL | {0xc0: "<|tool_call>", 0xc1: "<tool_call|>", 0xfc: "<|\"|>", 0xfd: "<|tool>", 0xfe: "<tool|>",
+                                 0xff: "<|tool_response>", 0x01: "<tool_response|>"}
 
 
 def byte_characters():
@@ -134,12 +137,12 @@ def catches_interrupts(pid):
     return int(re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.M)[1], 16) >> (signal.SIGINT - 1) & 1 == 1
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=60, pause=0.01):
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError("waited in vain")
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 class Terminal:

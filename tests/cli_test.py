@@ -32,6 +32,7 @@ SKIPPED = 77
 beryl = None            # Program
 STATISTICS = re.compile(r"^loaded in [\d.]+ s \| prompt (\d+) tokens, [\d.]+ tok/s \| reply (\d+) tokens"
                         r"(?:, [\d.]+ tok/s)? \| peak memory [\d.]+ [kMG]?B(.*)$")
+STATUS = re.compile(r"^context \d+ of \d+ \(\d+ %\) \| prompt (\d+) tokens, [\d.]+ tok/s \| reply (\d+) tokens(?:, [\d.]+ tok/s)?(.*)$")
 
 
 class CliTest(unittest.TestCase):
@@ -55,8 +56,9 @@ class CliTest(unittest.TestCase):
         return result
 
     def statistics(self, stderr):
-        """(prompt tokens, reply tokens, rest) of the last line."""
-        match = STATISTICS.match(stderr.decode().splitlines()[-1])
+        """(prompt tokens, reply tokens, rest) of the last line, which `run` or `chat` has written."""
+        line = stderr.decode().splitlines()[-1]
+        match = STATISTICS.match(line) or STATUS.match(line)
         self.assertTrue(match, stderr)
         return int(match[1]), int(match[2]), match[3]
 
@@ -102,7 +104,7 @@ class WrongUseTest(CliTest):
     def test_wrong_command_lines_are_one_line_and_status_2(self):
         model, out = self.model, self.folder / "out.safetensors"
         cases = [
-            (["fly"], "'fly'", "run, serve, inspect"),
+            (["fly"], "'fly'", "run, chat, serve, inspect"),
             (["a\nb"], "'a\\x0ab'"),
             (["--fly"], "--fly"),
             (["run"], "MODEL"),
@@ -822,17 +824,17 @@ class RunTest(SpeakingCase):
 
 
 class ConversationTest(SpeakingCase):
-    """On a terminal."""
+    """What the model is given, on a terminal that can not edit lines. chat_test.py has what people do there."""
 
-    def talk(self, *arguments, environment=None, model=None):
-        return Terminal(beryl, "run", model or self.model, "--temp", "0", *arguments,
-                        environment={"NO_COLOR": "1"} | (environment or {}))
+    def talk(self, *arguments, environment=None, model=None, command="chat"):
+        return Terminal(beryl, command, model or self.model, "--temp", "0", *arguments,
+                        environment={"NO_COLOR": "1", "TERM": "dumb"} | (environment or {}))
 
     def answer(self, terminal, text):
         """(text of the reply, numbers of its statistics)."""
         terminal.write(text.encode() + b"\n")
         shown = terminal.read_until(b"> ").decode("utf-8")
-        reply, statistics, _ = re.match(r"(?s)(.*?)(loaded in [^\n]*\n)(> )\Z", shown).groups()
+        reply, statistics, _ = re.match(r"(?s)(.*?)((?:loaded in|context \d)[^\n]*\n)(> )\Z", shown).groups()
         return reply, self.statistics(statistics.encode())[:2]
 
     @staticmethod
@@ -924,7 +926,7 @@ class ConversationTest(SpeakingCase):
             self.assertEqual(self.answer(terminal, "Hello"), first)
 
     def test_raw_lines_are_texts_of_their_own(self):
-        with self.talk("-n", "10", "--raw") as terminal:
+        with self.talk("-n", "10", "--raw", command="run") as terminal:
             terminal.read_until(b"> ")
             for text in ("Once", "Twice", "Once"):
                 self.assertEqual(self.answer(terminal, text)[0], self.shown(self.greedy(text.encode(), 10)[0]))
@@ -933,16 +935,16 @@ class ConversationTest(SpeakingCase):
         prompt, ids = next((text, ids) for text, ids in ((text, self.greedy(text.encode(), 200)[0])
                                                          for text in map(str, range(1000)))
                            if any(token < 0x20 and token not in (9, 10) for token in ids))
-        with self.talk("-n", "200", "--raw") as terminal:
+        with self.talk("-n", "200", "--raw", command="run") as terminal:
             terminal.read_until(b"> ")
             self.assertEqual(self.answer(terminal, prompt)[0], self.shown(ids))
         piped = self.run_text("--raw", "-p", prompt, "-n", 200)
         self.assertEqual(piped, self.line(text_of(ids)))       # elsewhere the text is as it is
 
     def test_the_last_line_is_dim_unless_colour_is_unwelcome(self):
-        for environment, dim in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False),
-                                 ({"NO_COLOR": "", "TERM": "dumb"}, False)):
-            with self.talk("-p", "x", "-n", "3", environment=environment) as terminal:
+        for environment, dim in (({"NO_COLOR": "", "TERM": "xterm"}, True), ({"NO_COLOR": "1", "TERM": "xterm"}, False),
+                                 ({"NO_COLOR": ""}, False)):
+            with self.talk("-p", "x", "-n", "3", environment=environment, command="run") as terminal:
                 self.assertEqual(terminal.wait(), 0)
                 self.assertEqual(b"\x1b[2mloaded in " in terminal.seen, dim)
                 self.assertEqual(b"\x1b" in terminal.seen.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b""), False)
@@ -1002,15 +1004,17 @@ class ThinkingTest(SpeakingCase):
         answer = "".join(parts[0::2]).strip()
         full = self.prompt([("user", question), ("model", answer), ("user", "More")])
         second, _ = self.greedy(full, self.N, stops=(TURN_END, EOS))
-        with Terminal(beryl, "run", self.model, "--think", "-n", self.N, "--temp", "0",
-                      environment={"NO_COLOR": "1"}) as terminal:
+        first = self.prompt([("user", question)])
+        with Terminal(beryl, "run", self.model, "--think", "-n", self.N, "--temp", "0",   # on a terminal it is chat
+                      environment={"NO_COLOR": "1", "TERM": "dumb"}) as terminal:
             terminal.read_until(b"> ")
-            for text, n_prompt, n_reply in ((question, len(self.prompt([("user", question)])), len(reply)),
-                                            ("More", len(full), len(second))):
+            # Of the second prompt, what stood before the thoughts has been read.
+            held = first + reply
+            n_same = next(i for i, (a, b) in enumerate(zip(held, full)) if a != b)
+            for text, n_prompt, n_reply in ((question, len(first), len(reply)), ("More", len(full) - n_same, len(second))):
                 terminal.write(text.encode() + b"\n")
-                shown = terminal.read_until(b"loaded in ") + terminal.read_until(b"\n> ")
-                statistics = shown[shown.rindex(b"loaded in "):-3]
-                self.assertEqual(self.statistics(statistics)[:2], (n_prompt, n_reply))
+                shown = terminal.read_until(b"\ncontext ") + terminal.read_until(b"\n> ")
+                self.assertEqual(self.statistics(shown[shown.rindex(b"\ncontext ") + 1:-3])[:2], (n_prompt, n_reply))
 
 
 class QuantizeTest(CliTest):
@@ -1216,7 +1220,7 @@ class SmolLM2Test(CliTest):
             self.assertTrue(longer.startswith(shorter.rstrip("\ufffd")))
 
     def test_a_conversation(self):
-        with Terminal(beryl, "run", SMOLLM2, "--temp", "0", "-n", "16", environment={"NO_COLOR": "1"}) as terminal:
+        with Terminal(beryl, "chat", SMOLLM2, "--temp", "0", "-n", "16", environment={"NO_COLOR": "1", "TERM": "dumb"}) as terminal:
             terminal.read_until(b"> ")
             prompts = []
             for text in (b"My name is Ada.", b"What did I say?"):

@@ -34,10 +34,15 @@ class Walker:
         self.model = model
         self.process = subprocess.Popen([walk, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def __call__(self, kind, text, n=15, seed=1, most=600):
+    def __call__(self, kind, text, n=15, seed=1, most=600, **calls):
+        """kind: one of constraint_walk's, or a notation of calls with the tools as text."""
         if not isinstance(text, str):
             text = json.dumps(text)
-        job = {"kind": kind, "text": text, "n": n, "seed": seed, "most": most}
+        if kind in ("gemma4", "tagged", "bare"):
+            kind, text, calls = "nothing", "", {"notation": kind, "tools": text} | calls
+        elif "tools" in calls:
+            calls["tools"] = json.dumps(calls["tools"])
+        job = {"kind": kind, "text": text, "n": n, "seed": seed, "most": most} | calls
         self.process.stdin.write(json.dumps(job).encode() + b"\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -173,7 +178,7 @@ class SchemaTest(WalkCase):
                 ({"type": "integer", "minimum": 1.5}, "/minimum"), ({"type": "string", "pattern": "^a|b$c"}, "'$'"), ({"type": "string", "pattern": "a^"}, "'^'"),
                 ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"type": "string", "pattern": "\\bx"}, "escape"),
                 ({"type": "string", "pattern": "a", "maxLength": 3}, "'pattern'"), ({"type": "string", "format": "date", "maxLength": 3}, "'format'"),
-                ({"type": "string", "pattern": "((a{1000}){1000})"}, "repetitions"), ({"type": "string", "maxLength": 10**9}, "100000"),
+                ({"type": "string", "pattern": "((a{2000}){200})"}, "repetitions"), ({"type": "string", "maxLength": 10**9}, "100000"),
                 ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"), (False, "false"), ({"type": "string", "nullable": True}, "'nullable'"),
                 ({"type": "object", "properties": {"a": integer}, "required": ["b"]}, "'b'"), ({"type": ["integer", "number"]}, "integer"),
                 ({"type": "object", "properties": {f"k{i}": integer for i in range(50)}, "maxProperties": 3}, "more than 40"),
@@ -246,7 +251,7 @@ class RegexTest(WalkCase):
         for regex, *parts in [("(a)\\1", "byte 3"), ("a\\b", "escape"), ("(?=a)", "byte 0"), ("(?<!a)b", "byte 0"), ("(?i)a", "byte 0"), ("a$b", "'$'"), ("a^b", "'^'"), ("(^a)", "'^'"),
                               ("(a$)|b", "'$'"), ("\\p{L}", "escape"), ("([a-z]{0,30}){0,30}x", "a count of what may be empty"), ("(a*|b){3}", "a count of what may be empty"),
                               ("(([a-z]{1,30}){1,30}){1,30}x", "count of counts"),
-                              ("a++", "possessive"), ("[[:alpha:]]", "'['"), ("a{999999}", "100000"), ("(a{1000}){1000}", "repetitions"),
+                              ("a++", "possessive"), ("[[:alpha:]]", "'['"), ("a{999999}", "100000"), ("(a{2000}){200}", "repetitions"),
                               ("\\cA", "escape"), ("a}", "'}'"), ("a{,3}", "'{'"), ("a{x", "'{'"), ("(" * 100 + ")" * 100, "nesting"), ("[]", "class"), ("\\Qa\\E", "escape"), ("(?P<n>a)", "byte 0")]:
             with self.subTest(regex=regex):
                 self.assert_refused("regex", regex, *parts)
@@ -314,9 +319,9 @@ class ToolTest(WalkCase):
         if jsonschema:
             jsonschema.Draft202012Validator(tool.get("parameters", {"type": "object"})).validate(arguments)
 
-    def test_llama3(self):
+    def test_bare(self):
         names = set()
-        for text in self.replies("llama3", TOOLS, n=20, most=1000):
+        for text in self.replies("bare", TOOLS, n=20, most=1000):
             call = json.loads(text)
             self.assertEqual(list(call), ["name", "parameters"])
             self.validate(call["name"], call["parameters"])
@@ -353,14 +358,48 @@ class ToolTest(WalkCase):
         self.assertGreater(n_calls, 3)
         for parameters, part in (({"type": "object", "properties": {"a:b": {}}}, "'a:b'"), ({"type": "object", "propertyNames": {"enum": ["k"]}}, "'propertyNames'"),
                                  ({"type": "object", "properties": {"a": {"not": {}}}}, "'not'")):
-            answer = walker("gemma4", [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+            answer = walker("gemma4", [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}])
             self.assertIn(part, answer["error"])
+
+    def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_expressed(self):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}]
+        answer = self.walker("bare", tools, n=5)
+        self.assertIn("'not'", answer["notes"][0])
+        for text in self.replies("bare", tools):
+            self.assertIsInstance(json.loads(text)["parameters"], dict)
+        tools[0]["function"]["strict"] = True
+        self.assert_refused("bare", tools, "'not'")
+
+    def test_tagged(self):
+        for single in (True, False):
+            most = 0
+            for text in self.replies("tagged", TOOLS, n=20, most=1500, single=single):
+                self.assertRegex(text, r"(?s)\A<tool_call>\n.*\n</tool_call>\Z")
+                calls = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>").split("\n</tool_call>\n<tool_call>\n")
+                most = max(most, len(calls))
+                for call in map(json.loads, calls):
+                    self.assertEqual(list(call), ["name", "arguments"])
+                    self.validate(call["name"], call["arguments"])
+            self.assertEqual(most > 1, not single)
+
+    def test_calls_beside_content(self):
+        # Content of a schema; any text, which then does not look like a call.
+        for notation in ("tagged", "bare"):
+            kinds = set()
+            for text in self.replies("schema", {"type": "integer"}, notation=notation, tools=TOOLS, n=30):
+                kinds.add(text[0] in "<{")
+                if text[0] not in "<{":
+                    self.assertIsInstance(json.loads(text), int)
+            self.assertIn(False, kinds)
+            for text in self.replies("text", "", notation=notation, tools=TOOLS, n=30, most=300):
+                if text.lstrip(" \n\r\t").startswith(("<tool_call>", "{")):
+                    json.loads(text.removeprefix("<tool_call>").split("</tool_call>")[0])
 
     def test_lists_that_cannot_be(self):
         function = lambda **members: [{"type": "function", "function": members}]
-        for tools in ([], function(), function(name="a b"), function(name="f") * 2, function(name="f", parameters=3), [3], {}, function(name="f", parameters={"type": "string", "not": {}})):
+        for tools in ([], function(), function(name="a b"), function(name="f") * 2, function(name="f", parameters=3), [3], {}, function(name="f", parameters={"type": "string", "not": {}}, strict=True)):
             with self.subTest(tools=tools):
-                self.assertIn("error", self.walker("llama3", tools))
+                self.assertIn("error", self.walker("bare", tools))
         self.assert_refused("gemma4", TOOLS, "lacks the marks")
 
 
@@ -400,9 +439,9 @@ class RunTest(WalkCase):
     def test_wrong_use_is_one_line(self):
         bad = self.folder / "bad.json"
         bad.write_text('{"type": "object", "not": {}}')
-        for arguments, status, *parts in ((["--json", "--regex", "a"], 2, "one of"), (["--json", "--think"], 2, "--think"), (["--json-schema", bad], 1, "'not'"),
+        for arguments, status, *parts in ((["--json", "--regex", "a"], 2, "one of"), (["--json-schema", bad], 1, "'not'"),
                                           (["--json-schema", self.folder / "none"], 1, "none"), (["--regex", "(a"], 1, "byte 0"), (["--regex", "(?=a)"], 1, "look")):
-            result = self.beryl("run", self.model, "-p", "x", *([] if "--think" in arguments else ["--raw"]), *arguments)
+            result = self.beryl("run", self.model, "-p", "x", "--raw", *arguments)
             self.assertEqual(result.returncode, status, result.stderr)
             self.assertRegex(result.stderr.decode(), r"\Aberyl: [^\n]+\n\Z")
             for part in parts:

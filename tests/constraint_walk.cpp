@@ -3,16 +3,19 @@
 //
 //   constraint_walk MODEL      a job a line on standard input, an answer a line on standard output, both JSON
 //
-//   {"kind": "schema", "text": "…", "n": 20, "seed": 1, "most": 400}     kind: json, schema, regex, grammar, gemma4,
-//   llama3
+//   {"kind": "schema", "text": "…", "n": 20, "seed": 1, "most": 400}     kind: text, json, schema, regex, grammar, nothing
+//   and with calls: {…, "notation": "gemma4", "tools": "…", "single": false}     notation: gemma4, tagged, bare
 //   {"error": "…", "code": "unsupported"}
-//   {"notes": […], "replies": [{"hex": "…", "ids": […], "finished": true}]}     hex: the text, special tokens by name
+//   {"notes": […], "compile_ms": 3.1, "slowest_ms": 0.2, "replies": [{"hex": "…", "ids": […], "finished": true}]}
+//   hex: the text, special tokens by name; slowest_ms: of all steps, the longest
 //
 // Each step takes one of the allowed ids: often one that ends something, or else the reply would not end. On the way,
 // what the constraint promises is held against itself: a fork and a rollback go the same way, an id that is not allowed
 // is not accepted.
+#include <chrono>
 #include <cstdio>
 #include <iostream>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -29,20 +32,26 @@ namespace beryl {
 namespace {
 
 using Json = nlohmann::json;
+using Clock = std::chrono::steady_clock;
 
-ConstraintSpec::Kind kind_of(const std::string& name) {
+double ms_since(Clock::time_point begin) { return std::chrono::duration<double, std::milli>(Clock::now() - begin).count(); }
+
+ConstraintSpec spec_of(const Json& job) {
   using Kind = ConstraintSpec::Kind;
-  if (name == "json") return Kind::kJsonObject;
-  if (name == "schema") return Kind::kJsonSchema;
-  if (name == "regex") return Kind::kRegex;
-  if (name == "grammar") return Kind::kGrammar;
-  if (name == "gemma4") return Kind::kGemma4ToolCalls;
-  return Kind::kLlama3ToolCall;
+  static const std::map<std::string, Kind> kinds = {{"text", Kind::kText},         {"json", Kind::kJsonObject},
+                                                    {"schema", Kind::kJsonSchema}, {"regex", Kind::kRegex},
+                                                    {"grammar", Kind::kGrammar},   {"nothing", Kind::kNothing}};
+  static const std::map<std::string, CallNotation> notations = {
+      {"gemma4", CallNotation::kGemma4}, {"tagged", CallNotation::kTagged}, {"bare", CallNotation::kBare}};
+  ConstraintSpec spec{kinds.at(job.at("kind")), job.at("text"), std::nullopt};
+  if (job.contains("notation")) spec.calls = CallSpec{notations.at(job["notation"]), job.at("tools"), job.value("single", false)};
+  return spec;
 }
 
 struct Walk {
   const Tokenizer& tokenizer;
   uint64_t seed;
+  double& slowest_ms;
   uint64_t draw = 0;
 
   uint32_t below(uint32_t n) { return philox(seed, draw++).x[0] % n; }
@@ -72,7 +81,10 @@ struct Walk {
     std::vector<uint32_t> mask(constraint.mask_words()), again(mask.size());
     std::string text;
     Json ids = Json::array();
-    while (static_cast<int>(ids.size()) < most && constraint.fill_mask(mask)) {
+    while (static_cast<int>(ids.size()) < most) {
+      const Clock::time_point begin = Clock::now();
+      if (!constraint.fill_mask(mask)) break;
+      slowest_ms = std::max(slowest_ms, ms_since(begin));
       const std::vector<int32_t> allowed = ids_of(mask);
       if (below(8) == 0) {  // a draft that is thrown away
         Constraint fork = constraint.fork();
@@ -88,7 +100,9 @@ struct Walk {
         BERYL_CHECK(fork.accept(other) == is_allowed, "the mask is what is accepted");
       }
       const int32_t id = choose(allowed);
+      const Clock::time_point accepting = Clock::now();
       BERYL_CHECK(constraint.accept(id), "an allowed id is accepted");
+      slowest_ms = std::max(slowest_ms, ms_since(accepting));
       ids.push_back(id);
       if (!constraint.is_finished()) text += tokenizer.token_bytes(id);
     }
@@ -100,12 +114,15 @@ struct Walk {
 
 Json answer(ConstraintCompiler& compiler, const Tokenizer& tokenizer, const Json& job) {
   try {
-    const auto compiled = compiler.compile({kind_of(job.at("kind")), job.at("text")});
+    const Clock::time_point begin = Clock::now();
+    const auto compiled = compiler.compile(spec_of(job));
+    const double compile_ms = ms_since(begin);
+    double slowest_ms = 0;
     Json replies = Json::array();
     for (int i = 0; i < job.at("n").get<int>(); ++i)
-      replies.push_back(Walk{tokenizer, job.at("seed").get<uint64_t>() * 1000003 + static_cast<uint64_t>(i)}.reply(
+      replies.push_back(Walk{tokenizer, job.at("seed").get<uint64_t>() * 1000003 + static_cast<uint64_t>(i), slowest_ms}.reply(
           compiled->start(), job.at("most")));
-    return {{"notes", compiled->notes()}, {"replies", replies}};
+    return {{"notes", compiled->notes()}, {"compile_ms", compile_ms}, {"slowest_ms", slowest_ms}, {"replies", replies}};
   } catch (const Error& error) {
     return {{"error", error.what()},
             {"code", error.code == ErrorCode::kUnsupported ? "unsupported"

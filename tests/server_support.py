@@ -95,6 +95,6 @@ class Server:
         """A connection that has asked and not read yet."""
         data = json.dumps(body).encode()
         connection = self.connect()
-        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                            f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return connection

@@ -21,7 +21,7 @@ import threading
 import time
 import unittest
 
-from cli_support import (BOS, CHANNEL, CHANNEL_END, EOS, GEMMA3, GEMMA4_SPECIAL, SMOLLM2, TURN_END, Program,
+from cli_support import (BOS, CHANNEL, CHANNEL_END, EOS, GEMMA3, GEMMA4_SPECIAL, GEMMA4_TOOLS, SMOLLM2, TURN_END, Program,
                          make_speaking_model, wait_until)
 from server_support import SKIPPED, Server, clients_python
 
@@ -30,6 +30,16 @@ HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function",
           "function": {"name": "get_weather", "description": "The weather in a city",
                        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]
+# Tools and a form of content that a model of random weights comes to the end of.
+SHORT_TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"], "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "get_time", "parameters": {
+        "type": "object", "properties": {"zone": {"enum": ["utc", "local"]}}, "required": ["zone"]}}}]
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+                                           "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}},
+          "required": ["name", "age", "tags"], "additionalProperties": False}
 
 
 def openai_client(server, key="none"):
@@ -61,6 +71,24 @@ class ServerTest(unittest.TestCase):
         status, answer = (server or self.server).post("/v1/chat/completions", {"messages": messages} | fields)
         self.assertEqual(status, 200, answer)
         return answer
+
+    def assert_person(self, text):
+        person = json.loads(text)
+        self.assertEqual(list(person), ["name", "age", "tags"])
+        self.assertTrue(isinstance(person["name"], str) and len(person["name"]) <= 8, person)
+        self.assertIn(person["age"], range(121))
+        self.assertTrue(len(person["tags"]) <= 3 and set(person["tags"]) <= {"a", "b"}, person)
+
+    def assert_call(self, name, arguments):
+        """Of SHORT_TOOLS."""
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if name == "get_weather":
+            self.assertEqual(sorted(arguments), ["city", "days"])
+            self.assertTrue(len(arguments["city"]) <= 6 and arguments["days"] in range(1, 10), arguments)
+        else:
+            self.assertEqual(name, "get_time")
+            self.assertIn(arguments["zone"], ("utc", "local"))
 
     def refused(self, path, body, *words, status=400, param=None):
         got, answer = self.server.post(path, body)
@@ -214,7 +242,7 @@ class ResponsesTest(ServerTest):
         client = openai_client(self.server)
         for wrong in ({"input": []}, {"input": [{"type": "image", "x": 1}]}, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
                       {"previous_response_id": "x"}, {"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"max_output_tokens": 0},
-                      {"text": {"format": {"type": "json_object"}}}, {"reasoning": {"effort": "x"}}, {"background": True}):
+                      {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}}, {"text": {"format": {"type": "x"}}}, {"reasoning": {"effort": "x"}}, {"background": True}):
             with self.subTest(wrong=wrong), self.assertRaises(openai.BadRequestError):
                 client.responses.create(**({"model": "tiny", "input": "Hello", "max_output_tokens": 1} | wrong))
 
@@ -311,6 +339,63 @@ class RequestTest(ServerTest):
         for value in (None, ):
             self.chat(max_tokens=1, temperature=value, stop=value, seed=value, stream=value, n=value, tools=value)
 
+    def test_any_value_in_any_field_is_an_answer_or_a_refusal(self):
+        fields = {"/v1/chat/completions": (
+                      {"messages": HELLO, "max_tokens": 1}, "messages max_tokens max_completion_tokens temperature top_p top_k min_p presence_penalty "
+                      "frequency_penalty repetition_penalty seed stop n logit_bias logprobs top_logprobs stream stream_options tools tool_choice "
+                      "parallel_tool_calls response_format reasoning_effort thinking_budget chat_template_kwargs"),
+                  "/v1/completions": ({"prompt": "x", "max_tokens": 1}, "prompt max_tokens temperature seed stop n best_of echo suffix logprobs stream response_format"),
+                  "/v1/responses": ({"input": "x", "max_output_tokens": 1}, "input instructions max_output_tokens temperature top_p top_logprobs include stream tools "
+                                    "tool_choice parallel_tool_calls text reasoning background previous_response_id metadata"),
+                  "/v1/messages": ({"messages": HELLO, "max_tokens": 1}, "messages system max_tokens temperature top_p top_k stop_sequences stream tools tool_choice "
+                                   "thinking output_config"),
+                  "/v1/messages/count_tokens": ({"messages": HELLO}, "messages system tools tool_choice"),
+                  "/tokenize": ({"content": "x"}, "content add_special parse_special"), "/detokenize": ({"tokens": [65]}, "tokens show_special")}
+        values = ['"true"', '"x"', '""', "1", "-1", "0.5", "9223372036854775808", "-9223372036854775809", "1e308", "true", "null", "[]", "[1]", '["x"]', "[null]", "[{}]", "[[]]",
+                  "{}", '{"type": 5}', '{"type": "function"}', '{"x": {"y": []}}', '[{"role": 5}]', '[{"role": "user"}]', '[{"type": "function", "function": 5}]',
+                  '[{"type": "function", "function": {"name": "f", "parameters": [1]}}]', '{"format": {"type": "json_schema"}}']
+        n_refused = 0
+        for path, (body, names) in fields.items():
+            for name in names.split():
+                for value in values:
+                    rest = {key: other for key, other in body.items() if key != name}
+                    text = json.dumps(rest)[:-1] + (", " if rest else "") + f'"{name}": {value}}}'
+                    status, _, answer = self.server.request("POST", path, text.encode())
+                    with self.subTest(path=path, name=name, value=value):
+                        self.assertIn(status, (200, 400), answer)
+                        if status == 400:
+                            n_refused += 1
+                            self.assertEqual(answer["error"]["type"], "invalid_request_error")
+                            self.assertGreater(len(answer["error"]["message"]), 10)
+                            self.assertNotIn("\n", answer["error"]["message"])
+        self.assertGreater(n_refused, 1000)
+        self.chat(max_tokens=1)
+
+    def test_only_names_of_this_machine_are_answered(self):
+        # A web page that gives its own name this address is not let in (DNS rebinding).
+        for host, right in (("localhost", True), ("LOCALHOST:80", True), (f"127.0.0.1:{self.server.port}", True), ("[::1]:5", True), ("evil.example", False),
+                            ("localhost.evil.example", False), ("127.0.0.1.evil.example:80", False), ("[::2]", False), ("[", False)):
+            with self.subTest(host=host):
+                for path in ("/v1/models", "/health", "/metrics"):
+                    self.assertEqual(self.server.request("GET", path, headers={"Host": host})[0], 200 if right else 403)
+        with Server(beryl, self.model, *self.arguments, "--allow-host", "My.Name") as server:
+            self.assertEqual([server.request("GET", "/v1/models", headers={"Host": host})[0] for host in ("my.name:8080", "localhost", "other")], [200, 200, 403])
+        with Server(beryl, self.model, *self.arguments, "--host", "0.0.0.0") as server:      # whoever has opened it to the network knows its names
+            self.assertEqual(server.request("GET", "/v1/models", headers={"Host": "any.name"})[0], 200)
+
+    def test_a_full_context_ends_the_reply_and_nothing_else(self):
+        answer = self.chat([{"role": "user", "content": "x" * 440}], max_tokens=5000, seed=1, logit_bias={"249": -100, "250": -100})
+        self.assertEqual(answer["choices"][0]["finish_reason"], "length")
+        self.assertEqual(answer["usage"]["total_tokens"], 512 + 1)          # the last token needs no place
+        self.chat(max_tokens=1)
+
+    def test_schemas_that_the_format_has_no_words_for_are_reported(self):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "string", "format": "no-such", "maxLength": 3}},
+                                                                              "required": ["a"]}}}
+        answer = self.chat(max_tokens=200, response_format=form)
+        self.assertIn("no-such", answer["warnings"][0])
+        self.assertNotIn("warnings", self.chat(max_tokens=1))
+
     def test_bodies_that_are_no_requests(self):
         for body, words in ((b"", "empty"), (b"{", "byte 1"), (b"[]", "array"), (b'{"messages": \xff}', "byte 13"),
                             (b'"x"', "text"), (b'{"a": 1e999}', "too large"), (b"{}x", "byte 2"),
@@ -330,11 +415,11 @@ class RequestTest(ServerTest):
         self.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 10**5}, "context")
         # A gigabyte is only promised; the answer comes first.
         with self.server.connect() as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\n\r\n")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n")
             self.assertIn(b" 413 ", connection.recv(4096))
         with self.server.connect() as connection:
             try:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Long: " + b"y" * (1 << 20) + b"\r\n\r\n")
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-Long: " + b"y" * (1 << 20) + b"\r\n\r\n")
                 self.assertRegex(connection.recv(4096), rb"^HTTP/1.1 (431|413|400) ")
             except (BrokenPipeError, ConnectionResetError):
                 pass
@@ -380,6 +465,192 @@ class RequestTest(ServerTest):
             self.assertEqual(server.request("GET", "/v1/models")[1]["Access-Control-Allow-Origin"], "http://a")
             status, headers, _ = server.request("OPTIONS", "/v1/chat/completions")
             self.assertEqual((status, headers["Access-Control-Allow-Origin"]), (204, "http://a"))
+
+
+class StructuredTest(ServerTest):
+    """A model of random weights, which says anything, bound to forms and calls by the clients' packages."""
+    arguments = ("--device", "cpu", "--ctx", "4096", "--parallel", "4", "--chunk", "64")
+    form = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        status, answer = cls.server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "json_object"}})
+        if status == 400 and "has no structured output" in answer["error"]["message"]:
+            cls.tearDownClass()
+            raise unittest.SkipTest(answer["error"]["message"])
+
+    @staticmethod
+    def joined(chunks):
+        """A stream's choices: (content, [(name, arguments)], finish_reason) of each."""
+        choices = {}
+        for chunk in chunks:
+            for choice in chunk.choices:
+                content, calls, finish = choices.get(choice.index, ("", [], None))
+                for call in choice.delta.tool_calls or ():
+                    if call.index == len(calls):
+                        calls.append((call.function.name, ""))
+                    calls[call.index] = (calls[call.index][0], calls[call.index][1] + call.function.arguments)
+                choices[choice.index] = (content + (choice.delta.content or ""), calls, choice.finish_reason or finish)
+        return [choices[i] for i in sorted(choices)]
+
+    @staticmethod
+    def told(answer):
+        return [(choice.message.content or "", [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()],
+                 choice.finish_reason) for choice in answer.choices]
+
+    def test_content_of_a_schema(self):
+        import pydantic
+        client = openai_client(self.server)
+        fields = {"model": "any", "messages": HELLO, "seed": 1, "max_tokens": 2000, "response_format": self.form}
+        whole = client.chat.completions.create(**fields, n=4, logprobs=True, top_logprobs=2)
+        for choice in whole.choices:
+            self.assertEqual(choice.finish_reason, "stop")
+            self.assert_person(choice.message.content)
+            self.assertEqual(b"".join(bytes(token.bytes) for token in choice.logprobs.content).decode(), choice.message.content)
+        self.assertEqual(len({choice.message.content for choice in whole.choices}), 4)
+        self.assertEqual(self.joined(client.chat.completions.create(**fields, n=4, stream=True)), self.told(whole))
+        # As the package itself makes a schema of a class, and an object of the answer.
+        class Weather(pydantic.BaseModel):
+            rain: bool
+            degrees: int = pydantic.Field(ge=-40, le=50)
+        answer = client.chat.completions.parse(**fields | {"response_format": Weather})
+        self.assertIsInstance(answer.choices[0].message.parsed, Weather)
+        # A stop string ends it within.
+        text = whole.choices[0].message.content
+        stopped = client.chat.completions.create(**fields, stop=text[5:9])
+        self.assertEqual(stopped.choices[0].message.content, text[:text.index(text[5:9])])
+
+    def test_other_forms(self):
+        client = openai_client(self.server)
+        fields = {"model": "any", "messages": HELLO, "max_tokens": 400}
+        for seed in range(3):
+            answer = client.chat.completions.create(**fields, seed=seed, response_format={"type": "json_object"}, logit_bias={"125": 100, "34": 20, "58": 20})
+            self.assertIsInstance(json.loads(answer.choices[0].message.content), dict)
+            answer = self.chat(**{k: v for k, v in fields.items() if k != "model"}, seed=seed, response_format={"type": "regex", "pattern": "(yes|no)!{1,3}"})
+            self.assertRegex(answer["choices"][0]["message"]["content"], r"\A(yes|no)!{1,3}\Z")
+        self.assertTrue(client.chat.completions.create(**fields, response_format={"type": "text"}).choices)
+        status, answer = self.server.post("/v1/completions", {"prompt": "x", "max_tokens": 2000, "response_format": self.form})
+        self.assertEqual(status, 200)
+        self.assert_person(answer["choices"][0]["text"])
+
+    def test_calls_that_must_come(self):
+        client = openai_client(self.server)
+        fields = {"model": "any", "messages": HELLO, "tools": SHORT_TOOLS, "max_tokens": 3000}
+        most = 0
+        for seed, choice in enumerate(("required", "required", {"type": "function", "function": {"name": "get_time"}},
+                                       {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+                                           {"type": "function", "function": {"name": "get_weather"}}]}})):
+            whole = client.chat.completions.create(**fields, tool_choice=choice, seed=seed, n=4)
+            for content, calls, finish in self.told(whole):
+                self.assertEqual((finish, content), ("tool_calls", ""))
+                self.assertGreater(len(calls), 0)
+                for name, arguments in calls:
+                    self.assert_call(name, arguments)
+                most = max(most, len(calls))
+                if choice != "required":
+                    self.assertEqual({name for name, _ in calls}, {"get_time" if choice["type"] == "function" else "get_weather"})
+                if isinstance(choice, dict) and choice["type"] == "function":
+                    self.assertEqual(len(calls), 1)
+            self.assertEqual(self.joined(client.chat.completions.create(**fields, tool_choice=choice, seed=seed, n=4, stream=True)), self.told(whole))
+        self.assertGreater(most, 1)                      # parallel calls
+        single = client.chat.completions.create(**fields, tool_choice="required", seed=0, n=8, parallel_tool_calls=False)
+        self.assertEqual({len(choice.message.tool_calls) for choice in single.choices}, {1})
+
+    def test_responses(self):
+        client = openai_client(self.server)
+        tools = [tool["function"] | {"type": "function"} for tool in SHORT_TOOLS]
+        fields = {"model": "any", "input": "Hello", "max_output_tokens": 3000, "extra_body": {"seed": 3}}
+        form = {"format": self.form["json_schema"] | {"type": "json_schema"}}
+        whole = client.responses.create(**fields, text=form)
+        self.assert_person(whole.output_text)
+        self.assertEqual((whole.status, whole.text.format.name), ("completed", "person"))
+        events = list(client.responses.create(**fields, text=form, stream=True))
+        self.assertEqual(events[-1].response.output_text, whole.output_text)
+        for choice in ("required", {"type": "function", "name": "get_time"},
+                       {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}):
+            answer = client.responses.create(**fields, tools=tools, tool_choice=choice)
+            self.assertEqual({item.type for item in answer.output}, {"function_call"})
+            for item in answer.output:
+                self.assert_call(item.name, item.arguments)
+                self.assertIn(item.name, ("get_time", "get_weather") if choice == "required" else ("get_time",))
+            events = list(client.responses.create(**fields, tools=tools, tool_choice=choice, stream=True))
+            self.assertEqual([(item.name, item.arguments) for item in events[-1].response.output],
+                             [(item.name, item.arguments) for item in answer.output])
+
+    def test_messages(self):
+        import anthropic
+        client = anthropic.Anthropic(base_url=self.server.url, api_key="none", max_retries=0)
+        tools = [{"name": f["name"], "input_schema": f["parameters"], "strict": f.get("strict", False)} for f in (tool["function"] for tool in SHORT_TOOLS)]
+        fields = {"model": "any", "messages": HELLO, "max_tokens": 3000, "extra_body": {"seed": 4}}
+        form = {"format": {"type": "json_schema", "schema": PERSON}}
+        whole = client.messages.create(**fields, output_config=form)
+        self.assert_person(whole.content[0].text)
+        with client.messages.stream(**fields, output_config=form) as stream:
+            self.assertEqual("".join(stream.text_stream), whole.content[0].text)
+        for choice in ({"type": "any"}, {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_time"}):
+            answer = client.messages.create(**fields, tools=tools, tool_choice=choice)
+            self.assertEqual((answer.stop_reason, {block.type for block in answer.content}), ("tool_use", {"tool_use"}))
+            for block in answer.content:
+                self.assert_call(block.name, block.input)
+            if "disable_parallel_tool_use" in choice:
+                self.assertEqual(len(answer.content), 1)
+            if choice["type"] == "tool":
+                self.assertEqual({block.name for block in answer.content}, {"get_time"})
+            with client.messages.stream(**fields, tools=tools, tool_choice=choice) as stream:
+                self.assertEqual([(block.name, block.input) for block in stream.get_final_message().content],
+                                 [(block.name, block.input) for block in answer.content])
+
+    def test_calls_and_content_of_a_schema(self):
+        # What the model begins with decides; it is led to each by its first byte.
+        for first, what in (("<", "calls"), ("{", "content")):
+            answer = self.chat(tools=SHORT_TOOLS, response_format=self.form, max_tokens=3000, seed=1, logit_bias={str(ord(first)): 8})["choices"][0]
+            self.assertEqual(answer["finish_reason"], "tool_calls" if what == "calls" else "stop")
+            if what == "content":
+                self.assert_person(answer["message"]["content"])
+            for call in answer["message"].get("tool_calls", ()):
+                self.assert_call(call["function"]["name"], call["function"]["arguments"])
+        # Any text, but none that is a call of another form.
+        for seed in range(4):
+            answer = self.chat(tools=SHORT_TOOLS, max_tokens=100, seed=seed, logit_bias={str(byte): 8 for byte in b"<{"})["choices"][0]["message"]
+            self.assertNotRegex(answer["content"] or "", r"\A\s*(<tool_call>|\{)")
+
+    def test_what_can_not_be_expressed_is_refused(self):
+        path = "/v1/chat/completions"
+        form = lambda schema: {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+        tool = lambda parameters, **more: {"messages": HELLO, "max_tokens": 1, "tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": parameters} | more}]}
+        for body, param, *words in (
+                (form({"type": "object", "not": {}}), "response_format.json_schema.schema", "'not'"),
+                (form({"type": "object", "properties": {"a": {"type": "strin"}}}), "response_format.json_schema.schema", "/properties/a", "'strin'"),
+                (form({"type": "string", "pattern": "(?=a)"}), "response_format.json_schema.schema", "look around"),
+                (form({"$ref": "#/nothing"}), "response_format.json_schema.schema", "nothing"),
+                (form({"enum": [f"value {i}" for i in range(50_000)]}), "response_format.json_schema.schema", "large"),
+                ({"messages": HELLO, "response_format": {"type": "regex", "pattern": "("}}, "response_format", "bracket"),
+                ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.schema", "missing"),
+                ({"messages": HELLO, "tool_choice": "required"}, "tool_choice", "no tools"),
+                ({"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+                ({"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type", "allowed_tools"),
+                (tool({"type": "object", "not": {}}, strict=True), "tools", "'not'"), (tool({"type": "strin"}), "tools", "'strin'"),
+                (tool({"type": "object", "properties": {"a": {"type": "string", "pattern": "(([a-z]*)*){0,99}"}}}, strict=True), "tools", "cannot be")):
+            with self.subTest(body=str(body)[:120]):
+                self.refused(path, body, *words, param=param)
+        self.chat(**tool({"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+b"}}}, strict=True))
+        self.chat(**tool({"type": "object", "not": {}}))          # not strict: any object
+
+    def test_the_forms_of_strangers_do_not_pile_up(self):
+        def memory():
+            text = pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text()
+            return int(text.split("VmRSS:")[1].split()[0])
+        def ask(i):
+            schema = {"type": "object", "properties": {f"{i} {j}": {"type": "string", "maxLength": 500} for j in range(40)}}
+            self.chat(max_tokens=1, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        for i in range(70):                              # more than are kept
+            ask(i)
+        before = memory()
+        for i in range(70, 140):
+            ask(i)
+        self.assertLess(memory(), before + 8_000)        # kB
 
 
 class LeavingTest(ServerTest):
@@ -475,13 +746,19 @@ class LeavingTest(ServerTest):
 
 class LoadTest(ServerTest):
     """Many at once: none lost, none mixed up, no page leaked."""
-    arguments = ("--device", "cpu", "--ctx", "256", "--parallel", "8", "--chunk", "48", "--cache-tokens", "1024", "--queue", "64")
+    arguments = ("--device", "cpu", "--ctx", "512", "--parallel", "8", "--chunk", "48", "--cache-tokens", "1024", "--queue", "64")
 
     def test_every_reply_is_the_one_given_alone(self):
         shared = "You are a model of random weights. " * 3
         questions = [f"{shared if i % 2 else ''}Question {i}?" for i in range(10)]
         body = {"temperature": 0, "max_tokens": 60}
-        alone = [self.chat([{"role": "user", "content": text}], **body)["choices"][0]["message"]["content"] for text in questions]
+        # Some are bound to a form, some may call tools.
+        bound = {2: {"response_format": {"type": "regex", "pattern": "([a-z]{3} ){10}"}}, 3: {"response_format": {"type": "json_object"}},
+                 4: {"tools": SHORT_TOOLS[1:], "tool_choice": "required"}}
+        asked_of = [body | {"messages": [{"role": "user", "content": text}]} | bound.get(i, {}) for i, text in enumerate(questions)]
+        if self.server.post("/v1/chat/completions", asked_of[2] | {"max_tokens": 1})[0] == 400:
+            asked_of = [{key: value for key, value in asked.items() if key in ("messages", "temperature", "max_tokens")} for asked in asked_of]
+        alone = [self.chat(**asked)["choices"][0]["message"] for asked in asked_of]
         failures = []
 
         def client(seed):
@@ -489,7 +766,7 @@ class LoadTest(ServerTest):
             try:
                 for _ in range(12):
                     i = draw.randrange(len(questions))
-                    asked = body | {"messages": [{"role": "user", "content": questions[i]}]}
+                    asked = asked_of[i]
                     kind = draw.randrange(4)
                     if kind == 0:                        # leaves
                         connection = self.server.send_post("/v1/chat/completions", asked | {"stream": draw.random() < 0.5})
@@ -501,8 +778,8 @@ class LoadTest(ServerTest):
                         events = self.server.events("/v1/chat/completions", asked)
                         text = "".join(json.loads(e)["choices"][0]["delta"].get("content", "") for e in events[:-1])
                     else:
-                        text = self.chat(**asked)["choices"][0]["message"]["content"]
-                    if text != alone[i]:
+                        text = self.chat(**asked)["choices"][0]["message"]["content"] or ""
+                    if text != (alone[i]["content"] or ""):
                         failures.append((i, text))
             except Exception as error:                   # noqa: BLE001  whatever it is, the test has failed
                 failures.append(error)
@@ -545,6 +822,20 @@ class ThinkingTest(ServerTest):
         self.assertEqual("".join(delta.get("reasoning_content", "") for delta in deltas), message["reasoning_content"])
         self.assertEqual("".join(delta.get("content", "") for delta in deltas), message["content"])
 
+    def test_a_form_begins_behind_the_thought(self):
+        # A thought is opened by the bias, and closed by its budget; or it is not opened.
+        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+        for bias, thinks in ((30, True), (-100, False)):
+            answer = self.chat(max_tokens=3000, seed=2, reasoning_effort="high", thinking_budget=6, response_format=form, frequency_penalty=1,
+                               logit_bias={str(CHANNEL): bias, "65": 28})["choices"][0]
+            self.assertEqual("reasoning_content" in answer["message"], thinks)
+            self.assert_person(answer["message"]["content"])
+            self.assertEqual(answer["finish_reason"], "stop")
+        # Where no thinking was asked for, none comes.
+        answer = self.chat(max_tokens=3000, seed=2, response_format=form, logit_bias={str(CHANNEL): 30})["choices"][0]
+        self.assertNotIn("reasoning_content", answer["message"])
+        self.assert_person(answer["message"]["content"])
+
     def test_thoughts_are_blocks(self):
         import anthropic
         client = anthropic.Anthropic(base_url=self.server.url, api_key="none", max_retries=0)
@@ -568,10 +859,76 @@ class ThinkingTest(ServerTest):
                              "".join(getattr(block, kind) for block in whole.content if block.type == kind))
 
 
+class NativeCallsTest(ServerTest):
+    """A model with Gemma 4's tokens for calls: its own notation, held to by the grammar and read back."""
+    arguments = ("--device", "cpu", "--ctx", "4096", "--parallel", "4", "--chunk", "64")
+
+    @classmethod
+    def make_model(cls):
+        return make_speaking_model(cls.folder / "caller", "gemma4_dense", bos=BOS, special=GEMMA4_TOOLS, end=TURN_END)
+
+    def test_a_loop_of_four_turns(self):
+        run_tool_loop(self, openai_client(self.server), seed=1)
+
+    def test_every_notation_of_a_value_comes_back(self):
+        parameters = {"type": "object", "properties": {
+            "text": {"type": "string", "maxLength": 12}, "numbers": {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 99}, "maxItems": 2},
+            "flag": {"type": ["boolean", "null"]}, "inner": {"type": "object", "properties": {"deep": {"type": "string", "enum": ["a,b}", ":{"]}}, "required": ["deep"]}},
+            "required": ["text", "numbers", "flag", "inner"]}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+        for seed in range(6):
+            choice = self.chat(tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=2000, seed=seed)["choices"][0]
+            self.assertEqual(choice["finish_reason"], "tool_calls", choice)
+            arguments = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+            self.assertEqual(sorted(arguments), ["flag", "inner", "numbers", "text"])
+            self.assertIn(arguments["inner"]["deep"], ("a,b}", ":{"))
+            self.assertIn(arguments["flag"], (True, False, None))
+            self.assertTrue(all(-9 <= number <= 99 for number in arguments["numbers"]))
+            self.assertIsInstance(arguments["text"], str)
+        # Left to itself the model may call, but only so; text may stand around it.
+        n_calls = 0
+        for seed in range(4):
+            message = self.chat(tools=SHORT_TOOLS, max_tokens=400, seed=seed, logit_bias={str(0xc0): 4})["choices"][0]["message"]
+            for call in message.get("tool_calls", ()):
+                self.assert_call(call["function"]["name"], call["function"]["arguments"])
+                n_calls += 1
+        self.assertGreater(n_calls, 0)
+        message = self.chat(tools=SHORT_TOOLS, tool_choice="none", max_tokens=50, seed=1, logit_bias={str(0xc0): 4})["choices"][0]["message"]
+        self.assertNotIn("tool_calls", message)
+
+
+def run_tool_loop(case, client, seed):
+    """Four turns of calls and their results, one of them parallel, one streamed; then the answer in words."""
+    messages = list(HELLO)
+    for turn in range(4):
+        fields = {"model": "any", "messages": messages, "tools": SHORT_TOOLS, "seed": seed + turn, "max_tokens": 300,
+                  "parallel_tool_calls": turn == 2, "tool_choice": {"type": "function", "function": {"name": "get_time"}} if turn == 1 else "required"}
+        if turn == 3:
+            with client.chat.completions.stream(**fields) as stream:
+                for _ in stream:
+                    pass
+                choice = stream.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**fields).choices[0]
+        if choice.finish_reason != "length":             # many calls at once
+            case.assertEqual(choice.finish_reason, "tool_calls")
+        for call in choice.message.tool_calls:
+            case.assert_call(call.function.name, call.function.arguments)
+        messages.append({"role": "assistant", "content": None, "tool_calls": [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+            for call in choice.message.tool_calls]})
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": f"It is {turn}."} for call in choice.message.tool_calls]
+    answer = client.chat.completions.create(model="any", messages=messages, tools=SHORT_TOOLS, tool_choice="none", seed=seed, max_tokens=20)
+    case.assertFalse(answer.choices[0].message.tool_calls)
+    case.assertTrue(answer.choices[0].message.content)
+
+
 class RealModelTest(unittest.TestCase):
+    assert_call = ServerTest.assert_call
+
     @unittest.skipUnless(SMOLLM2.exists(), f"{SMOLLM2} is not there")
     def test_a_chat_model(self):
-        with Server(beryl, SMOLLM2, "--device", "cpu", "--ctx", "1024") as server:
+        with Server(beryl, SMOLLM2, "--device", "cpu", "--ctx", "4096") as server:
             client = openai_client(server)
             fields = {"model": "any", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
             whole = client.chat.completions.create(**fields, max_tokens=40)
@@ -592,11 +949,13 @@ class RealModelTest(unittest.TestCase):
                 {"role": "tool", "tool_call_id": "call_1", "content": "It rains, 12 degrees."}]
             answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0, max_tokens=60)
             self.assertTrue(answer.choices[0].message.content)
+            run_tool_loop(self, client, seed=1)
 
     @unittest.skipUnless(GEMMA3.exists(), f"{GEMMA3} is not there")
     def test_a_base_model(self):
-        with Server(beryl, GEMMA3, "--device", "cpu", "--ctx", "1024") as server:
+        with Server(beryl, GEMMA3, "--device", "cpu", "--ctx", "4096") as server:
             client = openai_client(server)
+            run_tool_loop(self, client, seed=2)          # a base model, but with the turns of Gemma 3
             prompt = "The capital of France is"
             alone = client.completions.create(model="any", prompt=prompt, max_tokens=24, temperature=0)
             run = beryl("run", GEMMA3, "--device", "cpu", "--raw", "-p", prompt, "--temp", "0", "-n", "24")

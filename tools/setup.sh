@@ -2,6 +2,7 @@
 #
 #   require_packages demo|test     installs what is missing, after saying what; prints nothing when all is there
 #   want_packages NAME...          installs what is missing of these; what cannot be had is left out, with a line
+#   page_packages                  the names of what the server's chat page is made with, for want_packages
 #   require_build TARGET [-D...]   configures build/ when needed, then builds TARGET. The options hold for a new build/;
 #                                  in an old one they turn on what was off, never off what was on
 #   has_nvcc                       is a CUDA compiler there, on PATH or in /usr/local/cuda?
@@ -40,6 +41,7 @@ libcurl4-openssl-dev package
 libssl-dev package
 libhwy-dev package
 libmicrohttpd-dev package
+libedit-dev package
 python3 command:python3
 python3-pip python:pip
 ca-certificates file:/etc/ssl/certs/ca-certificates.crt
@@ -52,6 +54,8 @@ END
   fi
 }
 
+page_packages() { echo libjs-markdown-it node-dompurify; }
+
 want_packages() {
   local missing=() as_root=() package
   command -v dpkg-query > /dev/null && command -v apt-get > /dev/null || return 0
@@ -63,7 +67,7 @@ want_packages() {
   note "installing the packages that are missing: ${missing[*]}"
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends \
     -o DPkg::Lock::Timeout=300 "${missing[@]}" > /dev/null 2>&1 < /dev/null ||
-    note "they could not be installed: tests that need them are skipped"
+    note "they could not be installed: what needs them is left out"
 }
 
 require_packages() {

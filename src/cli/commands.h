@@ -13,6 +13,7 @@ struct Command {
 };
 
 Command add_run_command(CLI::App& program);
+Command add_chat_command(CLI::App& program);
 Command add_serve_command(CLI::App& program);
 Command add_inspect_command(CLI::App& program);
 Command add_tokenize_command(CLI::App& program);

@@ -135,8 +135,10 @@ std::string read_input() {
 
 Line read_line() {
   static std::string pending;   // read, but behind the line that was given
+  size_t searched = 0;
   for (;;) {
-    const size_t newline = pending.find('\n');
+    const size_t newline = pending.find('\n', searched);
+    searched = pending.size();
     if (newline != std::string::npos) {
       Line line{LineEnd::kLine, pending.substr(0, newline)};
       pending.erase(0, newline + 1);
@@ -158,6 +160,8 @@ Line read_line() {
       return line;
     }
     pending.append(buffer, static_cast<size_t>(n));
+    if (searched > kMaxInputBytes)
+      throw Error(ErrorCode::kBadInput, fmt::format("a line of standard input is longer than {} bytes", kMaxInputBytes));
   }
 }
 
@@ -177,6 +181,15 @@ InterruptCatcher::~InterruptCatcher() {
 }
 
 bool InterruptCatcher::interrupted() const { return interrupt_seen != 0; }
+
+int InterruptCatcher::descriptor() const { return interrupt_pipe[0]; }
+
+bool PromptInterrupts::is_second() {
+  if (warned_) return true;
+  print_note("Ctrl-C once more, Ctrl-D or /exit ends.");
+  warned_ = true;
+  return false;
+}
 
 void InterruptCatcher::clear() {
   // In this order, so that a signal in between leaves the flag set, which is what counts.

@@ -45,7 +45,8 @@ struct Line {
   LineEnd end = LineEnd::kLine;
   std::string text;      // without the newline
 };
-// The next line of standard input. kInterrupted: a caught Ctrl-C came; what was typed is lost. Throws Error(kIo).
+// The next line of standard input. kInterrupted: a caught Ctrl-C came; what was typed is lost. Throws Error(kIo), or Error(kBadInput)
+// for more than kMaxInputBytes.
 Line read_line();
 
 // While one lives, Ctrl-C only sets a flag, except that a second one before the flag is cleared ends the program as
@@ -59,6 +60,17 @@ class InterruptCatcher {
 
   bool interrupted() const;
   void clear();
+  int descriptor() const;   // can be read from once interrupted
+};
+
+// Ctrl-C where a line is awaited: the first is answered with a hint, a second with nothing in between ends the program.
+class PromptInterrupts {
+ public:
+  bool is_second();
+  void reset() { warned_ = false; }
+
+ private:
+  bool warned_ = false;
 };
 
 inline constexpr int kExitError = 1;

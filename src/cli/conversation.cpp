@@ -11,28 +11,54 @@ nlohmann::ordered_json message(const char* role, const std::string& text) {
 
 Conversation::Conversation(const ChatWriter& writer, const Tokenizer& tokenizer, const std::string& system_text,
                            bool think)
-    : writer_(writer), tokenizer_(tokenizer), system_text_(system_text), think_(think) {
-  reset();
-}
+    : writer_(writer), tokenizer_(tokenizer), system_text_(system_text), think_(think) {}
 
-void Conversation::reset() {
-  messages_ = nlohmann::ordered_json::array();
-  if (!system_text_.empty()) messages_.push_back(message("system", system_text_));
+void Conversation::forget_cache() {
   cache_holds_all_ = false;
   unread_.clear();
 }
 
-ChatOptions Conversation::options() const {
+void Conversation::set_messages(Json messages) {
+  messages_ = std::move(messages);
+  forget_cache();
+}
+
+void Conversation::set_system_text(const std::string& text) {
+  system_text_ = text;
+  forget_cache();
+}
+
+void Conversation::set_thinking(bool think) {
+  think_ = think;
+  forget_cache();
+}
+
+void Conversation::drop_first(size_t n_exchanges) {
+  messages_.erase(messages_.begin(), messages_.begin() + static_cast<std::ptrdiff_t>(2 * n_exchanges));
+  forget_cache();
+}
+
+std::string Conversation::drop_last() {
+  const std::string user_text = messages_[messages_.size() - 2]["content"].get<std::string>();
+  messages_.erase(messages_.end() - 2, messages_.end());
+  forget_cache();
+  return user_text;
+}
+
+ChatPrompt Conversation::write(const Json& messages) const {
   ChatOptions options;
   options.enable_thinking = think_;
-  return options;
+  if (system_text_.empty()) return writer_.write(messages, options);
+  Json all = messages;
+  all.insert(all.begin(), message("system", system_text_));
+  return writer_.write(all, options);
 }
 
 std::optional<ChatPrompt> Conversation::between_replies(const std::string& user_text) const {
   // The conversation with a reply that is easily found; what follows it is wanted. What lies before it must be what was
   // written before that reply, but for the opening of a thought that the reply did not have (Gemma 4 drops it).
   const std::string reply = "beryl's reply";
-  nlohmann::ordered_json messages = messages_;
+  Json messages = messages_;
   messages.back() = message("assistant", reply);
   messages.push_back(message("user", user_text));
   ChatPrompt prompt = write(messages);
@@ -58,7 +84,7 @@ Turn Conversation::next_turn(const std::string& user_text) const {
   Turn turn;
   const std::optional<ChatPrompt> more = cache_holds_all_ ? between_replies(user_text) : std::nullopt;
   if (!more) {
-    nlohmann::ordered_json messages = messages_;
+    Json messages = messages_;
     messages.push_back(message("user", user_text));
     const ChatPrompt prompt = write(messages);
     turn.ids = encode_prompt(tokenizer_, prompt);

@@ -17,16 +17,17 @@ namespace beryl::cli {
 
 struct Turn {
   std::vector<int32_t> ids;
-  bool continues = false;    // appended to what the sequence holds; else the sequence must be empty
+  bool continues = false;    // appended to what the sequence holds; else these are all ids
   bool in_thought = false;   // the reply begins inside a thought
 };
 
 // The sequence keeps what it has read: a turn is the end of the last reply, the user's message, and the opening of the
-// next reply. A conversation is written anew, in full, only when its format changes what lies back (a reply's thoughts
-// are dropped from history, a system text moves to the last message), or when the last reply failed. The tokenizer and
-// the writer must outlive it.
+// next reply. A conversation is written anew, in full, only when what lies back is to be written in another way (a reply's
+// thoughts are dropped from history, a system text moves to the last message, somebody has changed it), or when the last reply
+// failed. The tokenizer and the writer must outlive it.
 class Conversation {
  public:
+  using Json = nlohmann::ordered_json;
   Conversation(const ChatWriter& writer, const Tokenizer& tokenizer, const std::string& system_text, bool think);
 
   // What to feed for this message; nothing changes until the reply is added. Throws Error(kBadInput) when the format
@@ -34,23 +35,35 @@ class Conversation {
   Turn next_turn(const std::string& user_text) const;
   // The message was fed and answered. text: the reply without thoughts.
   void add_reply(const std::string& user_text, const std::string& text, const GenerateResult& result, bool has_thought);
-  // The sequence is empty again: the next turn writes the whole conversation.
-  void forget_cache() { cache_holds_all_ = false; }
-  // Forgets all turns.
-  void reset();
+
+  // The user's messages and the replies, in turn, as OpenAI's list.
+  const Json& messages() const { return messages_; }
+  size_t n_exchanges() const { return messages_.size() / 2; }
+  const std::string& system_text() const { return system_text_; }
+  bool thinks() const { return think_; }
+
+  // What changes the conversation. After each the next turn writes it whole.
+  void set_messages(Json messages);
+  void set_system_text(const std::string& text);
+  void set_thinking(bool think);
+  void drop_first(size_t n_exchanges);      // no more than there are
+  std::string drop_last();                  // one exchange, and there must be one; returns the user's message
+  void reset() { set_messages(Json::array()); }
+  // The sequence does not hold what add_reply believes.
+  void forget_cache();
 
  private:
-  ChatOptions options() const;
-  ChatPrompt write(const nlohmann::ordered_json& messages) const { return writer_.write(messages, options()); }
+  // The prompt for these messages behind the system text.
+  ChatPrompt write(const Json& messages) const;
   // What lies between the last reply and the next one in the format: the end of the turn, the user's, the opening.
   // nullopt when the format writes what comes before in another way than the sequence holds it.
   std::optional<ChatPrompt> between_replies(const std::string& user_text) const;
 
   const ChatWriter& writer_;
   const Tokenizer& tokenizer_;
-  std::string system_text_;
+  std::string system_text_;             // empty: none
   bool think_ = false;
-  nlohmann::ordered_json messages_ = nlohmann::ordered_json::array();
+  Json messages_ = Json::array();
   bool cache_holds_all_ = false;        // the sequence holds all turns so far, as the format would write them
   std::string written_;                 // the prompt that the last reply answered, in full
   std::vector<int32_t> unread_;         // sampled, not yet read by the model; belongs before the next turn

@@ -28,7 +28,8 @@ MODEL is a GGUF file, a Hugging Face folder with config.json, tokenizer.json and
 'beryl pull' has fetched.
 
 Commands:
-  run         answer a prompt, hold a conversation, or go on with a text
+  run         answer a prompt, or go on with a text
+  chat        talk with a model in this terminal
   serve       answer clients over HTTP, as OpenAI's and Anthropic's APIs do
   inspect     tell what a model file is and what running it takes
   tokenize    show a text as a model's tokens
@@ -42,7 +43,7 @@ Commands:
   rm          remove one of them
 
 Examples:
-  beryl run model.gguf                                a conversation
+  beryl chat model.gguf                               a talk
   beryl run model.gguf -p "Why is the sky blue?"      one answer
   beryl run model.gguf < question.txt                 the same, the prompt from a file
   beryl run model.gguf --raw -p "Once upon a time"    goes on with a text: for base models
@@ -91,7 +92,7 @@ int run_program(int argc, char** argv) {
   program.formatter(std::make_shared<HelpFormatter>());
   program.set_help_flag("-h,--help", "show this help");
   program.set_version_flag("--version", "beryl " BERYL_VERSION);
-  const std::vector<Command> commands = {add_run_command(program), add_serve_command(program), add_inspect_command(program),
+  const std::vector<Command> commands = {add_run_command(program), add_chat_command(program), add_serve_command(program), add_inspect_command(program),
                                          add_tokenize_command(program), add_trace_command(program),
                                          add_bench_command(program), add_perplexity_command(program),
                                          add_verify_command(program), add_quantize_command(program),

@@ -6,48 +6,64 @@
 
 namespace beryl::cli {
 
-// Gemma 4 is the only family that thinks aloud; others do not have these tokens.
 ReplyWriter::ReplyWriter(const Tokenizer& tokenizer, bool show_special, bool in_thought)
-    : tokenizer_(tokenizer),
-      stream_(tokenizer, show_special),
-      plain_(tokenizer, false),
-      thought_begin_(tokenizer.find_special("<|channel>")),
-      thought_end_(tokenizer.find_special("<channel|>")),
-      in_thought_(in_thought),
+    : parser_(tokenizer, in_thought, false),
+      show_special_(show_special),
+      named_stream_(tokenizer, true),
       has_thought_(in_thought),
       to_terminal_(is_terminal(kStandardOutput)),
       dims_(takes_colour(kStandardError)) {}
 
 void ReplyWriter::push(int32_t id) {
-  if (thought_begin_ && id == *thought_begin_) {
-    write(stream_.finish());
-    answer_ += plain_.finish();
-    in_thought_ = has_thought_ = true;
-  }
-  const std::string shown = stream_.push(id);
-  if (in_thought_) {
-    write_thought(shown);
+  const bool was_in_thought = parser_.in_thought();
+  ReplyDelta delta;
+  parser_.push(id, delta);
+  answer_ += delta.content;
+  has_thought_ = has_thought_ || parser_.in_thought();
+  if (show_special_) {
+    if (was_in_thought != parser_.in_thought() && !was_in_thought) write(named_stream_.finish());
+    const std::string shown = named_stream_.push(id);
+    // The tokens around a thought are shown as a part of it.
+    if (was_in_thought || parser_.in_thought()) {
+      write_thought(shown);
+    } else {
+      write(shown);
+    }
   } else {
-    write(shown);
-    answer_ += plain_.push(id);
+    write(delta.content);
+    write_thought(delta.reasoning);
   }
-  if (thought_end_ && id == *thought_end_ && in_thought_) {
-    write_thought(stream_.finish());
-    if (line_open_) write_thought("\n");
-    in_thought_ = false;
+  if (was_in_thought && !parser_.in_thought()) {
+    if (show_special_) write_thought(named_stream_.finish());
+    end_line_of_thought();
   }
 }
 
 void ReplyWriter::finish() {
-  const std::string rest = stream_.finish();
-  if (in_thought_) {
-    write_thought(rest);
-    if (line_open_) write_thought("\n");
-    return;
+  ReplyDelta delta;
+  const bool in_thought = parser_.in_thought();
+  parser_.finish(delta);
+  answer_ += delta.content;
+  if (show_special_) {
+    const std::string rest = named_stream_.finish();
+    if (in_thought) {
+      write_thought(rest);
+    } else {
+      write(rest);
+    }
+  } else {
+    write(delta.content);
+    write_thought(delta.reasoning);
   }
-  write(rest);
-  answer_ += plain_.finish();
-  if (line_open_) write("\n");
+  if (in_thought) {
+    end_line_of_thought();
+  } else if (line_open_) {
+    write("\n");
+  }
+}
+
+void ReplyWriter::end_line_of_thought() {
+  if (line_open_) write_thought("\n");
 }
 
 void ReplyWriter::write(const std::string& text) {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
+#include "text/reply_parser.h"
 #include "text/text_stream.h"
 #include "text/tokenizer.h"
 
@@ -13,7 +13,7 @@ namespace beryl::cli {
 // One reply. The tokenizer must outlive it.
 class ReplyWriter {
  public:
-  // in_thought: the prompt has opened a thought, so the reply begins inside it.
+  // show_special: special tokens by name. in_thought: the prompt has opened a thought, so the reply begins inside it.
   ReplyWriter(const Tokenizer& tokenizer, bool show_special, bool in_thought);
 
   // Writes what this token completes. Throws Error(kIo).
@@ -28,12 +28,11 @@ class ReplyWriter {
  private:
   void write(const std::string& text);
   void write_thought(const std::string& text);
+  void end_line_of_thought();
 
-  const Tokenizer& tokenizer_;
-  TextStream stream_;                          // what is shown
-  TextStream plain_;                           // what counts as the answer
-  std::optional<int32_t> thought_begin_, thought_end_;
-  bool in_thought_ = false;
+  ReplyParser parser_;
+  const bool show_special_;
+  TextStream named_stream_;                    // with show_special: what is shown
   bool has_thought_ = false;
   bool line_open_ = false;                     // the last character shown, on either stream, was no newline
   bool to_terminal_ = false;

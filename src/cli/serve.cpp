@@ -20,11 +20,14 @@
 #include "cli/device.h"
 #include "cli/options.h"
 #include "cli/text_input.h"
+#include "cpu/parallel.h"
 #include "engine/engine.h"
 #include "engine/fit.h"
+#include "grammar/constraint.h"
 #include "model/model.h"
 #include "server/api.h"
 #include "server/http_server.h"
+#include "server/page.h"
 #include "text/chat_writer.h"
 #include "text/text_tools.h"
 #include "text/tokenizer.h"
@@ -40,6 +43,7 @@ struct ServeOptions {
   std::string host = "127.0.0.1";
   int64_t port = 8080;
   std::vector<std::string> keys;
+  std::vector<std::string> hosts;
   std::string cors_origin;
   std::string name;
   std::string chat_template;
@@ -116,25 +120,32 @@ int serve(const ServeOptions& options) {
 
   size_t longest = 1;
   for (int32_t id = 0; id < tokenizer->vocab_size(); ++id) longest = std::max(longest, tokenizer->token_bytes(id).size());
+  ConstraintCompiler constraints(*tokenizer, model.config.vocab, std::max(1, usable_cores() / 2));   // the engine goes on beside it
   const server::ServedModel served = {
       .id = name_of(options, model),
       .created = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count(),
       .tokenizer = *tokenizer,
       .writer = writer.get(),
       .writes_tools = writer != nullptr && writes_tools(*writer),
+      .notation = writer == nullptr ? CallNotation::kTagged : call_notation(*writer, *tokenizer),
+      .constraints = constraints,
       .engine = *engine,
       .suppressed_ids = model.config.suppressed_tokens,
       .vocab = std::min<int64_t>(model.config.vocab, tokenizer->vocab_size()),
       .longest_token_bytes = longest};
-  server::Api api(served, {options.keys, options.cors_origin, static_cast<size_t>(options.max_body_bytes)});
+  std::vector<std::string> hosts = server::local_hosts(options.host);
+  if (!hosts.empty()) hosts.insert(hosts.end(), options.hosts.begin(), options.hosts.end());
+  server::Api api(served, {options.keys, hosts, options.cors_origin, static_cast<size_t>(options.max_body_bytes)});
   server::HttpLimits http;
   http.max_connections = static_cast<int>(options.max_connections);
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
   server::HttpServer listener(options.host, static_cast<int>(options.port), http,
                               [&](server::HttpRequest& request) { return api.answer(request); }, [&] { return api.too_large(); });
-  print_note(fmt::format("{} at http://{}:{}/v1 ({}, context {}, {} at once). Ctrl-C ends.", served.id,
-                         options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port(),
-                         backend->name(), limits.run.context, limits.run.n_sequences));
+  const std::string address =
+      fmt::format("http://{}:{}/", options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port());
+  print_note(fmt::format("{} at {}v1{} ({}, context {}, {} at once). Ctrl-C ends.", served.id, address,
+                         server::has_page() ? fmt::format(", a page to talk with it at {}", address) : "", backend->name(),
+                         limits.run.context, limits.run.n_sequences));
 
   signals.wait();
   print_note("Finishing what has begun. Ctrl-C once more ends at once.");
@@ -163,6 +174,9 @@ Command add_serve_command(CLI::App& program) {
   app->add_option("--api-key", options->keys, "answer only who sends this key; may be given more than once (default: $BERYL_API_KEY)")
       ->type_name("KEY")
       ->envname("BERYL_API_KEY");
+  app->add_option("--allow-host", options->hosts,
+                  "where only this machine is listened to: let requests in that call the server so, besides localhost; may be given more than once")
+      ->type_name("NAME");
   app->add_option("--cors", options->cors_origin, "let browser pages of this origin read answers; *: of any (default: none)")
       ->type_name("ORIGIN");
   app->add_option("--name", options->name, "the model's name for clients (default: the file's)")->type_name("NAME");
@@ -191,7 +205,7 @@ Command add_serve_command(CLI::App& program) {
   app->footer(
       "POST /v1/chat/completions, /v1/completions, /v1/responses (OpenAI), /v1/messages, /v1/messages/count_tokens (Anthropic),\n"
       "     /tokenize, /detokenize\n"
-      "GET  /v1/models, /metrics, /health\n"
+      "GET  /v1/models, /metrics, /health; / is a page to talk with the model in a browser\n"
       "\n"
       "Texts are not logged. SIGTERM and Ctrl-C end the server when all requests that have begun are answered.\n"
       "\n"

@@ -52,8 +52,19 @@ struct Engine::Sequence {
   std::vector<int32_t> guesses;      // for this step
   int n_wanted = 0;                  // of these, worth checking
 
-  std::vector<uint32_t> mask;
+  // What may come next, and behind each guess that is worth checking; of a request with a constraint.
+  struct Mask {
+    TokenConstraint::Next next = TokenConstraint::Next::kAnything;
+    std::vector<uint32_t> words;
+    bool allows(int32_t id) const {
+      return next == TokenConstraint::Next::kAnything ||
+             (next == TokenConstraint::Next::kMasked && (words[static_cast<size_t>(id) / 32] >> (id % 32) & 1u) != 0);
+    }
+    const uint32_t* allowed() const { return next == TokenConstraint::Next::kAnything ? nullptr : words.data(); }
+  };
+  std::vector<Mask> masks;
   std::vector<Sampled> fresh;        // tokens of this step
+  std::string error;                 // why it can not go on
   bool ended = false;
   RequestResult result;
   Clock::time_point submitted, admitted, first_token;
@@ -61,6 +72,22 @@ struct Engine::Sequence {
   int64_t n_unread() const { return static_cast<int64_t>(ids.size()) - n_read; }
   int64_t n_reply() const { return static_cast<int64_t>(ids.size() - n_prompt); }
   bool was_admitted() const { return admitted != Clock::time_point(); }
+  // What the constraint throws ends this request only.
+  template <class Ask>
+  void guarded(const Ask& ask) {
+    try {
+      ask();
+    } catch (const std::exception& exception) {
+      error = exception.what();
+    }
+  }
+  // Asks the constraint what may come behind what it has accepted.
+  void fill_mask(size_t index, int64_t vocab) {
+    if (masks.size() <= index) masks.resize(index + 1);
+    masks[index].next = TokenConstraint::Next::kAnything;
+    masks[index].words.assign(static_cast<size_t>((vocab + 31) / 32), 0);
+    masks[index].next = request.constraint->fill(masks[index].words);
+  }
 };
 
 Engine::Engine(const Program& program, const EngineLimits& limits, Backend& backend)
@@ -96,7 +123,7 @@ std::shared_ptr<Channel> Engine::submit(Request request) {
   sequence->n_prompt = request.prompt.size();
   sequence->ids = request.prompt;
   sequence->result.timings.prompt_tokens = n_prompt;
-  sequence->may_draft = limits_.max_draft > 0 && request.draft && !uses_history(request.sampling) && !request.constraint;
+  sequence->may_draft = limits_.max_draft > 0 && request.draft && !uses_history(request.sampling);
   if (sequence->may_draft) sequence->drafter.read(sequence->ids);
   sequence->request = std::move(request);
   std::shared_ptr<Channel> channel = sequence->channel;
@@ -197,7 +224,25 @@ void Engine::propose_drafts() {
     sequence.guesses.assign(guesses.begin(), guesses.end());
     sequence.n_wanted = limits_.always_draft ? static_cast<int>(guesses.size())
                                              : sequence.drafter.worthwhile(guesses.size(), n_rows, cost_);
+    if (sequence.request.constraint) sequence.guarded([&] { keep_allowed_guesses(sequence); });
   }
+}
+
+// What is sampled behind a guess is bound as if the guess had come.
+void Engine::keep_allowed_guesses(Sequence& sequence) {
+  TokenConstraint& constraint = *sequence.request.constraint;
+  const int n_most = std::min(std::exchange(sequence.n_wanted, 0), TokenConstraint::kMaxRollback);
+  if (sequence.masks.empty()) sequence.fill_mask(0, vocab_);
+  int n_kept = 0, n_accepted = 0;
+  while (n_kept < n_most && sequence.masks[static_cast<size_t>(n_kept)].allows(sequence.guesses[static_cast<size_t>(n_kept)])) {
+    constraint.accept(sequence.guesses[static_cast<size_t>(n_kept)]);
+    ++n_accepted;
+    sequence.fill_mask(static_cast<size_t>(n_kept) + 1, vocab_);
+    if (sequence.masks[static_cast<size_t>(n_kept) + 1].next == TokenConstraint::Next::kNothing) break;
+    ++n_kept;
+  }
+  constraint.rollback(n_accepted);
+  sequence.n_wanted = n_kept;
 }
 
 void Engine::plan() {
@@ -275,6 +320,7 @@ void Engine::run_rows() {
   ++n_steps_;
   rows_.clear();
   slots_.clear();
+  allowed_.clear();
   int n_rows = 0;
   bool prompts = false, plain = true;
   // The ids of a step are the tails of what sequences know; guesses are put behind them for the time of the step.
@@ -283,9 +329,10 @@ void Engine::run_rows() {
     const bool samples = row.n_ids == sequence.n_unread();
     prompts = prompts || row.n_ids > 1 || sequence.n_reply() == 0;
     n_rows += row.n_ids + row.n_draft;
+    allowed_.emplace_back();
     if (samples && sequence.request.constraint) {
-      sequence.mask.assign(static_cast<size_t>((vocab_ + 31) / 32), 0);
-      sequence.request.sampling.allowed = sequence.request.constraint->fill(sequence.mask) ? sequence.mask.data() : nullptr;
+      if (sequence.masks.empty()) sequence.guarded([&] { sequence.fill_mask(0, vocab_); });
+      for (int i = 0; i <= row.n_draft; ++i) allowed_.back().push_back(sequence.masks[static_cast<size_t>(i)].allowed());
     }
     plain = plain && row.n_ids == 1 && row.n_draft == 0 && samples && !sequence.request.constraint;
     sequence.ids.insert(sequence.ids.end(), sequence.guesses.begin(), sequence.guesses.begin() + row.n_draft);
@@ -294,7 +341,7 @@ void Engine::run_rows() {
                      row.n_draft > 0 ? Outputs::kAll
                      : samples       ? Outputs::kLast
                                      : Outputs::kNone,
-                     samples ? &sequence.request.sampling : nullptr});
+                     samples ? &sequence.request.sampling : nullptr, allowed_.back()});
     slots_.push_back(sequence.slot);
   }
   const Clock::time_point begin = Clock::now();
@@ -357,14 +404,15 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
   std::optional<FinishReason> finish;
   size_t n_kept = 0;
   sequence.fresh.clear();
-  for (; n_kept <= n_right && !finish; ++n_kept) {
+  for (; n_kept <= n_right && !finish && sequence.error.empty(); ++n_kept) {
     const Sampled& sampled = samples[n_kept];
     if (!sampled.valid) {
-      finish = FinishReason::kFailed;
+      sequence.error = "the model computes no finite numbers for this text, or every token was banned";
       break;
     }
     ++timings.reply_tokens;
-    if (sequence.request.constraint) sequence.request.constraint->accept(sampled.id);
+    if (sequence.request.constraint) sequence.guarded([&] { sequence.request.constraint->accept(sampled.id); });
+    if (!sequence.error.empty()) break;
     if (std::find(sequence.request.stop_ids.begin(), sequence.request.stop_ids.end(), sampled.id) !=
         sequence.request.stop_ids.end()) {
       sequence.result.stop_id = sampled.id;
@@ -379,6 +427,11 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
       finish = FinishReason::kContext;
     }
   }
+  if (sequence.request.constraint && !finish && sequence.error.empty()) {
+    sequence.guarded([&] { sequence.fill_mask(0, vocab_); });
+    if (sequence.masks[0].next == TokenConstraint::Next::kNothing) finish = FinishReason::kStop;
+  }
+  if (!sequence.error.empty()) finish = FinishReason::kFailed;
   timings.drafted_tokens += row.n_draft;
   timings.accepted_tokens += static_cast<int64_t>(std::min(n_right, n_kept));
   if (row.n_draft > 0) {
@@ -390,9 +443,7 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
   BERYL_CHECK(row.n_draft == 0 || stepper_.rewind(sequence.slot, sequence.n_read), "guesses are no more than a chunk");
   if (!sequence.fresh.empty()) sequence.channel->push(sequence.fresh);
   if (finish != FinishReason::kFailed) after_reading(sequence, n_before);
-  if (finish)
-    end(sequence, *finish,
-        finish == FinishReason::kFailed ? "the model computes no finite numbers for this text, or every token was banned" : "");
+  if (finish) end(sequence, *finish, sequence.error);
 }
 
 void Engine::after_reading(Sequence& sequence, int64_t n_before) {

@@ -71,6 +71,7 @@ class Engine {
   void end_cancelled();
   void step();
   void propose_drafts();
+  void keep_allowed_guesses(Sequence& sequence);
   void plan();
   void put_back(size_t index);
   void admit(int n);
@@ -97,6 +98,7 @@ class Engine {
   std::vector<WaitingSequence> waiting_views_;
   std::vector<SequenceRows> rows_;
   std::vector<int> slots_;
+  std::vector<std::vector<const uint32_t*>> allowed_;   // [rows of the plan][sampled rows]
   EngineCounts totals_;
 
   // Shared.

@@ -315,43 +315,110 @@ TEST_F(EngineTest, AFailedDeviceEndsItsRequestsOnly) {
   expect_no_page_leaked(*each);
 }
 
-// Only ids of one parity, in turns; none before all requests have come.
-class Parity : public TokenConstraint {
+// Which ids may come depends on all that have come, and a reply is whole when they sum up to 0 of 397. Nothing comes before all
+// requests are there.
+class SumRule : public TokenConstraint {
  public:
-  Parity(int& n_accepted, const std::atomic<bool>& all_came) : n_accepted_(n_accepted), all_came_(all_came) {}
-  bool fill(std::vector<uint32_t>& mask) override {
+  explicit SumRule(const std::atomic<bool>& all_came) : all_came_(all_came) {}
+  Next fill(std::span<uint32_t> mask) override {
     while (!all_came_) std::this_thread::yield();
-    mask[0] = n_accepted_ % 2 == 0 ? 0x55555555u : 0xAAAAAAAAu;
-    return true;
+    EXPECT_EQ(mask[0], 0u);
+    if (!sums_.empty() && sums_.back() % 397 == 0) return Next::kNothing;
+    const int64_t sum = sums_.empty() ? 0 : sums_.back();
+    if (sum % 5 == 1) return Next::kAnything;
+    for (int32_t id = 0; id < test::kTextVocab; ++id) mask[0] |= (id + sum) % 3 == 0 ? 0u : 1u << id;
+    return Next::kMasked;
   }
-  void accept(int32_t) override { ++n_accepted_; }
+  void accept(int32_t id) override { sums_.push_back((sums_.empty() ? 0 : sums_.back()) + id + 1); }
+  void rollback(int n) override {
+    ASSERT_LE(n, kMaxRollback);
+    ASSERT_LE(static_cast<size_t>(n), sums_.size());
+    sums_.resize(sums_.size() - static_cast<size_t>(n));
+  }
+
+  // A reply within it, one id after the other; whole: it has ended by itself.
+  static Ids reply(const Ids& prompt, size_t max_new, bool& whole) {
+    const std::atomic<bool> all_came = true;
+    SumRule rule(all_came);
+    Ids reply;
+    whole = false;
+    while (reply.size() < max_new && !whole) {
+      uint32_t mask = 0;
+      SampleParams params;
+      if (rule.fill({&mask, 1}) == Next::kMasked) params.allowed = &mask;
+      Ids text = prompt;
+      text.insert(text.end(), reply.begin(), reply.end());
+      reply.push_back(test::text_model_reply(text, 1, params, {}, 1 << 20).at(0));
+      rule.accept(reply.back());
+      whole = rule.fill({&(mask = 0), 1}) == Next::kNothing;
+    }
+    return reply;
+  }
 
  private:
-  int& n_accepted_;
+  std::vector<int64_t> sums_;
   const std::atomic<bool>& all_came_;
 };
 
-TEST_F(EngineTest, AConstraintSeesEveryTokenOnceEvenWhenPutBack) {
+TEST_F(EngineTest, AConstraintHoldsWithGuessesAndWhenPutBack) {
   const auto each = engine(limits_of(256, 4, 16, 300));
   std::vector<std::shared_ptr<Channel>> channels;
-  std::vector<int> n_accepted(6);
   std::atomic<bool> all_came = false;
-  for (int& n : n_accepted) {
-    Request request = request_for(ids(40 + static_cast<size_t>(&n - n_accepted.data())), 120);
-    request.constraint = std::make_unique<Parity>(n, all_came);
+  for (size_t i = 0; i < 12; ++i) {
+    Request request = request_for(ids(40 + i), 120);
+    request.constraint = std::make_unique<SumRule>(all_came);
     channels.push_back(each->submit(std::move(request)));
   }
   all_came = true;
-  int64_t n_preempted = 0;
-  for (const auto& channel : channels) {
-    const Answer answer = read_all(*channel);
+  int64_t n_preempted = 0, n_drafted = 0, n_accepted = 0, n_whole = 0;
+  for (size_t i = 0; i < channels.size(); ++i) {
+    const Answer answer = read_all(*channels[i]);
+    bool whole = false;
+    EXPECT_EQ(answer.ids, SumRule::reply(ids(40 + i), 120, whole));
+    EXPECT_EQ(answer.result.finish, whole ? FinishReason::kStop : FinishReason::kLength);
+    EXPECT_EQ(answer.result.stop_id, -1);
+    n_whole += whole;
     n_preempted += answer.result.timings.preemptions;
-    ASSERT_EQ(answer.ids.size(), 120u);
-    EXPECT_EQ(answer.result.timings.drafted_tokens, 0);
-    for (size_t i = 0; i < answer.ids.size(); ++i) EXPECT_EQ(answer.ids[i] % 2, static_cast<int32_t>(i % 2));
+    n_drafted += answer.result.timings.drafted_tokens;
+    n_accepted += answer.result.timings.accepted_tokens;
   }
   EXPECT_GT(n_preempted, 0);
-  for (int n : n_accepted) EXPECT_EQ(n, 120);
+  EXPECT_GT(n_whole, 0);
+  EXPECT_LT(n_whole, 12);
+  EXPECT_GT(n_accepted, 50);
+  EXPECT_GT(n_drafted, n_accepted);
+  expect_no_page_leaked(*each);
+}
+
+// Fails at its n-th call of a kind.
+class FailingRule : public TokenConstraint {
+ public:
+  FailingRule(int fills, int accepts) : fills_(fills), accepts_(accepts) {}
+  Next fill(std::span<uint32_t>) override {
+    if (--fills_ == 0) throw std::runtime_error("the rule has failed, as the test wanted");
+    return Next::kAnything;
+  }
+  void accept(int32_t) override {
+    if (--accepts_ == 0) throw std::runtime_error("the rule has failed, as the test wanted");
+  }
+  void rollback(int) override {}
+
+ private:
+  int fills_, accepts_;
+};
+
+TEST_F(EngineTest, AConstraintThatFailsEndsItsRequestOnly) {
+  const auto each = engine(limits_of(256, 4, 16));
+  for (const auto& [fills, accepts] : {std::pair(1, 0), {5, 0}, {40, 0}, {0, 1}, {0, 7}, {0, 60}}) {
+    Request request = request_for(ids(30), 100);
+    request.constraint = std::make_unique<FailingRule>(fills, accepts);
+    const auto failing = each->submit(std::move(request)), beside = each->submit(request_for(ids(31), 100));
+    const Answer failed = read_all(*failing);
+    EXPECT_EQ(failed.result.finish, FinishReason::kFailed);
+    EXPECT_NE(failed.result.error.find("as the test wanted"), std::string::npos) << failed.result.error;
+    EXPECT_EQ(read_all(*beside).ids, test::text_model_reply(ids(31), 100, {}, {}, 256));
+  }
+  expect_no_page_leaked(*each);
 }
 
 TEST_F(EngineTest, ACancelFreesWithinOneStep) {

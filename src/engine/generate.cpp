@@ -60,7 +60,18 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
     return result;
   }
   const bool samples = request.max_new > 0;
-  prefill(stepper, sequence, rest, samples ? &request.sampling : nullptr);
+  SampleParams sampling = request.sampling;
+  std::vector<uint32_t> mask;
+  // False: the reply is whole.
+  const auto constrain = [&] {
+    if (request.constraint == nullptr) return true;
+    mask.assign(static_cast<size_t>((stepper.program().vocab + 31) / 32), 0);
+    const TokenConstraint::Next next = request.constraint->fill(mask);
+    sampling.allowed = next == TokenConstraint::Next::kMasked ? mask.data() : nullptr;
+    return next != TokenConstraint::Next::kNothing;
+  };
+  if (samples && !constrain()) throw Error(ErrorCode::kBadInput, "the constraint lets no reply come");
+  prefill(stepper, sequence, rest, samples ? &sampling : nullptr);
   result.prompt_tokens = n_prompt;
   if (!samples) {
     stepper.executor().synchronize();
@@ -80,6 +91,7 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
       break;
     }
     result.unseen = {sampled.id};
+    if (request.constraint != nullptr) request.constraint->accept(sampled.id);
     if (std::find(request.stop_ids.begin(), request.stop_ids.end(), sampled.id) != request.stop_ids.end()) {
       result.finish = FinishReason::kStop;
       break;
@@ -97,10 +109,14 @@ GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& r
       result.finish = FinishReason::kContext;
       break;
     }
-    if (decoding) {
+    if (!constrain()) {
+      result.finish = FinishReason::kStop;
+      break;
+    }
+    if (decoding && request.constraint == nullptr) {
       stepper.advance();
     } else {
-      const SequenceRows rows{sequence, {&sampled.id, 1}, Outputs::kLast, &request.sampling};
+      const SequenceRows rows{sequence, {&sampled.id, 1}, Outputs::kLast, &sampling};
       stepper.run({&rows, 1});
       decoding = true;
     }

@@ -20,10 +20,12 @@ struct GenerateRequest {
   SampleParams sampling;
   std::vector<int32_t> stop_ids;
   std::function<bool()> cancelled = {}; // asked before each chunk of the prompt; may be empty
+  TokenConstraint* constraint = nullptr;   // of the reply; null: none
 };
 
 struct GenerateResult {
   // kCancelled: on_token returned false, or cancelled() true; then the reply is empty and the prompt read in part.
+  // kStop: by a stop id, or the constraint lets nothing more come.
   FinishReason finish = FinishReason::kStop;
   std::vector<int32_t> reply;           // without the stop id
   std::vector<int32_t> unseen;          // the last sampled id, not yet read by a step: a continuation begins with it
@@ -35,7 +37,7 @@ struct GenerateResult {
 };
 
 // on_token is called for each token of the reply as it is sampled; false ends it.
-// Error(kBadInput) when the prompt does not fit the context; the sequence is then as before.
+// Error(kBadInput) when the prompt does not fit the context; the sequence is then as before. What the constraint throws.
 GenerateResult generate(Stepper& stepper, int sequence, const GenerateRequest& request,
                         const std::function<bool(const Sampled&)>& on_token);
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,14 +19,24 @@ enum class FinishReason : uint8_t {
   kFailed,      // the logits held NaN or infinity, every token was banned, or the device failed
 };
 
-// What may come next, by a grammar. Belongs to one request, used on the engine's thread only.
+// What may come next, by a grammar for example. Belongs to one request, used on the engine's thread only. What its members
+// throw ends that request.
 class TokenConstraint {
  public:
+  enum class Next : uint8_t {
+    kAnything,    // the mask is not looked at
+    kMasked,      // what the mask holds, at least one id
+    kNothing,     // the reply is whole: it ends here, without a stop id
+  };
+  static constexpr int kMaxRollback = 64;
+
   virtual ~TokenConstraint() = default;
-  // Bit id % 32 of word id / 32: the id may come next. All words are zero; false: everything may, mask is not looked at.
-  virtual bool fill(std::vector<uint32_t>& mask) = 0;
-  // This id came; stop ids too.
+  // Sets bit id % 32 of word id / 32 where the id may come next. All words are zero.
+  virtual Next fill(std::span<uint32_t> mask) = 0;
+  // This id, which may, has come; stop ids too.
   virtual void accept(int32_t id) = 0;
+  // Takes back the last n accepted ids, at most kMaxRollback.
+  virtual void rollback(int n) = 0;
 };
 
 struct Request {
@@ -35,7 +46,7 @@ struct Request {
   std::vector<int32_t> stop_ids;
   std::unique_ptr<TokenConstraint> constraint = nullptr;   // null: none
   bool reuse_prefix = true;
-  bool draft = true;                    // where it pays; never with penalties or a constraint, whose rows depend on those before
+  bool draft = true;                    // where it pays; never with penalties, whose rows depend on those before
 };
 
 // Why no more of a prompt was found in the caches.

@@ -91,6 +91,7 @@ void Stepper::set_rows(std::span<const SequenceRows> rows) {
       throw Error(ErrorCode::kOutOfMemory,
                   fmt::format("no cache pages left for {} positions of a sequence", begin + n));
     const auto first_row = static_cast<int32_t>(input_.ids.size());
+    size_t n_left = 0;
     for (int64_t i = 0; i < n; ++i) {
       input_.ids.push_back(each.ids[static_cast<size_t>(i)]);
       input_.positions.push_back(static_cast<int32_t>(begin + i));
@@ -101,6 +102,7 @@ void Stepper::set_rows(std::span<const SequenceRows> rows) {
       if (each.sampling != nullptr) {
         input_.sampling.push_back(*each.sampling);
         input_.sampling.back().draw = static_cast<uint64_t>(begin + i);
+        if (!each.allowed.empty()) input_.sampling.back().allowed = each.allowed[n_left++];
       }
     }
     advances = advances && n == 1 && each.outputs == Outputs::kLast && each.sampling != nullptr;

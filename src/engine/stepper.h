@@ -22,6 +22,8 @@ struct SequenceRows {
   std::span<const int32_t> ids;
   Outputs outputs = Outputs::kLast;
   const SampleParams* sampling = nullptr;   // null: nothing is sampled; then it must be null for all rows of the step
+  // SampleParams::allowed of each row that leaves; empty: as sampling has it.
+  std::span<const uint32_t* const> allowed = {};
 };
 
 class Stepper {

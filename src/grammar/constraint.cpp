@@ -1,7 +1,7 @@
 #include "grammar/constraint.h"
 
 #include <algorithm>
-#include <deque>
+#include <list>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -47,7 +47,9 @@ namespace {
 
 constexpr size_t kMaxTextBytes = 1 << 20;
 constexpr size_t kMaxRegexBytes = 16 << 10;
-constexpr size_t kKept = 16;  // compiled specs
+constexpr size_t kMaxGrammarBytes = 256 << 10;  // as the library prints it; more would take many seconds
+constexpr size_t kMaxKept = 64;               // compiled specs, and their bytes
+constexpr size_t kMaxKeptBytes = 64 << 20;
 
 // The library's messages, as one printable line of ours.
 std::string reason_of(std::string_view message) {
@@ -93,10 +95,10 @@ std::string_view name_of(ConstraintSpec::Kind kind) {
     case ConstraintSpec::Kind::kJsonSchema: return "JSON schema";
     case ConstraintSpec::Kind::kRegex: return "regular expression";
     case ConstraintSpec::Kind::kGrammar: return "grammar";
-    case ConstraintSpec::Kind::kGemma4ToolCalls:
-    case ConstraintSpec::Kind::kLlama3ToolCall: return "tools";
+    case ConstraintSpec::Kind::kText:
+    case ConstraintSpec::Kind::kNothing: break;
   }
-  return {};
+  return "tools";
 }
 
 DLTensor tensor_of(std::span<uint32_t> mask, int64_t& words) {
@@ -192,15 +194,19 @@ Constraint CompiledConstraint::start() const {
 }
 
 struct ConstraintCompiler::Impl {
-  Impl(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
-      : marks(find_tool_tokens(tokenizer)),
-        split(make_split(tokenizer, model_vocab)),
-        info(make_info(tokenizer, model_vocab, {})),
-        compiler(info, n_threads, /*cache_enabled=*/false) {
-    if (!marks.are_there()) return;
-    info_with_marks.emplace(make_info(tokenizer, model_vocab, marks));
-    compiler_with_marks.emplace(*info_with_marks, n_threads, /*cache_enabled=*/false);
-  }
+  // What is made of the vocabulary.
+  struct Vocabulary {
+    Vocabulary(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
+        : marks(find_tool_tokens(tokenizer)),
+          split(make_split(tokenizer, model_vocab)),
+          info(make_info(tokenizer, model_vocab, marks)),
+          compiler(info, n_threads, /*cache_enabled=*/false) {}
+
+    ToolTokens marks;
+    std::shared_ptr<const SplitCharacters> split;
+    xgrammar::TokenizerInfo info;
+    xgrammar::GrammarCompiler compiler;
+  };
 
   // Control tokens are no text, so none is ever allowed but the stop ids and what `marks` names.
   static xgrammar::TokenizerInfo make_info(const Tokenizer& tokenizer, int64_t model_vocab, const ToolTokens& marks) {
@@ -234,7 +240,8 @@ struct ConstraintCompiler::Impl {
     return split;
   }
 
-  // The constants that stand for patterns become rules, one for equal ones.
+  // The constants that stand for patterns become rules, one for equal ones. In JSON with their quotes: a count that ends
+  // where its rule ends would take the library seconds.
   static std::string with_patterns(const std::string& grammar, const std::vector<SchemaPattern>& patterns,
                                    RegexPlace place) {
     std::vector<LiteralPart> parts;
@@ -242,102 +249,168 @@ struct ConstraintCompiler::Impl {
     std::map<std::string, std::string> rule_of;  // by expression
     for (const SchemaPattern& pattern : patterns) {
       const auto [at, is_new] = rule_of.emplace(pattern.regex, fmt::format("pattern_of_string_{}", rule_of.size()));
-      if (is_new) rules += fmt::format("{} ::= {}\n", at->second, rule_of_regex(pattern.place, pattern.regex, place));
-      parts.push_back({pattern.constant, at->second});
+      const std::string mark = place == RegexPlace::kJsonString ? "\\\"" : "", quote = mark.empty() ? "" : fmt::format("\"{}\"", mark);
+      if (is_new)
+        rules += fmt::format("{} ::= {} ({}) {}\n", at->second, quote, rule_of_regex(pattern.place, pattern.regex, place), quote);
+      parts.push_back({mark + pattern.constant + mark, at->second});
     }
     return with_literal_parts(grammar, parts) + rules;
   }
 
-  xgrammar::Grammar grammar_of(const ConstraintSpec& spec, std::vector<std::string>& notes) const {
+  xgrammar::Grammar from_schema(std::string_view name, const nlohmann::ordered_json& schema,
+                                std::vector<std::string>& notes) const {
+    const CheckedSchema checked = checked_schema(std::string(name), schema, notes);
+    return translated(name, [&] {
+      const xgrammar::Grammar grammar =
+          xgrammar::Grammar::FromJSONSchema(checked.schema.dump(), /*any_whitespace=*/true, std::nullopt, std::nullopt,
+                                            /*strict_mode=*/false, kMaxBlanks);
+      if (checked.patterns.empty()) return grammar;
+      return xgrammar::Grammar::FromEBNF(with_patterns(grammar.ToString(), checked.patterns, RegexPlace::kJsonString));
+    });
+  }
+
+  // Requires a kind of content, kText not among them.
+  xgrammar::Grammar content_of(const ConstraintSpec& spec, std::vector<std::string>& notes) const {
     const std::string_view name = name_of(spec.kind);
     const size_t most = spec.kind == ConstraintSpec::Kind::kRegex ? kMaxRegexBytes : kMaxTextBytes;
-    if (spec.text.size() > most)
-      refuse(ErrorCode::kBadInput, name, fmt::format("has {} bytes, at most {} are allowed", spec.text.size(), most));
-    if (!is_utf8(spec.text)) refuse(ErrorCode::kBadInput, name, "is not UTF-8");
-    const auto from_schema = [&](const nlohmann::ordered_json& schema) {
-      const CheckedSchema checked = checked_schema(std::string(name), schema, notes);
-      return translated(name, [&] {
-        const xgrammar::Grammar grammar = xgrammar::Grammar::FromJSONSchema(
-            checked.schema.dump(), /*any_whitespace=*/true, std::nullopt, std::nullopt,
-            /*strict_mode=*/false, kMaxBlanks);
-        if (checked.patterns.empty()) return grammar;
-        return xgrammar::Grammar::FromEBNF(
-            with_patterns(grammar.ToString(), checked.patterns, RegexPlace::kJsonString));
-      });
-    };
-    switch (spec.kind) {
-      case ConstraintSpec::Kind::kJsonObject: return from_schema({{"type", "object"}});
-      case ConstraintSpec::Kind::kJsonSchema:
-        return from_schema(parse_json<nlohmann::ordered_json>(std::string(name), spec.text));
-      case ConstraintSpec::Kind::kRegex: {
-        const std::string rule = rule_of_regex(std::string(name), spec.text, RegexPlace::kText);
-        return translated(name, [&] { return xgrammar::Grammar::FromEBNF("root ::= " + rule); });
-      }
-      case ConstraintSpec::Kind::kGrammar:
-        check_nesting(std::string(name), spec.text);
-        return translated(name, [&] { return xgrammar::Grammar::FromEBNF(spec.text); });
-      case ConstraintSpec::Kind::kLlama3ToolCall: return from_schema(llama3_call_schema(std::string(name), spec.text));
-      case ConstraintSpec::Kind::kGemma4ToolCalls: {
-        if (!marks.are_there())
-          refuse(ErrorCode::kUnsupported, name, "the vocabulary lacks the marks of Gemma 4's calls (<|tool_call>)");
-        std::vector<SchemaPattern> patterns;
-        const std::string tag = gemma4_calls_tag(std::string(name), spec.text, patterns, notes).dump();
-        return translated(name, [&] {
-          auto made = xgrammar::Grammar::FromStructuralTag(tag, *info_with_marks);
-          if (auto* error = std::get_if<xgrammar::StructuralTagError>(&made))
-            throw std::runtime_error(std::visit([](const auto& one) { return std::string(one.what()); }, *error));
-          const std::string grammar = with_mark_tokens(std::get<xgrammar::Grammar>(made).ToString(), marks);
-          return xgrammar::Grammar::FromEBNF(with_patterns(grammar, patterns, RegexPlace::kText));
-        });
-      }
+    check_text(name, spec.text, most);
+    if (spec.kind == ConstraintSpec::Kind::kJsonObject) return from_schema(name, {{"type", "object"}}, notes);
+    if (spec.kind == ConstraintSpec::Kind::kJsonSchema)
+      return from_schema(name, parse_json<nlohmann::ordered_json>(std::string(name), spec.text), notes);
+    if (spec.kind == ConstraintSpec::Kind::kRegex) {
+      const std::string rule = rule_of_regex(std::string(name), spec.text, RegexPlace::kText);
+      return translated(name, [&] { return xgrammar::Grammar::FromEBNF("root ::= " + rule); });
     }
-    BERYL_CHECK(false, "a kind of constraint");
+    check_nesting(std::string(name), spec.text);
+    return translated(name, [&] { return xgrammar::Grammar::FromEBNF(spec.text); });
+  }
+
+  xgrammar::Grammar calls_of(const CallSpec& spec, std::vector<std::string>& notes) const {
+    static constexpr const char* kName = "tools";
+    check_text(kName, spec.tools, kMaxTextBytes);
+    if (spec.notation == CallNotation::kBare)
+      return from_schema(kName, call_schema(kName, spec.tools, "parameters", notes), notes);
+    if (spec.notation == CallNotation::kTagged) {
+      const xgrammar::Grammar call = from_schema(kName, call_schema(kName, spec.tools, "arguments", notes), notes);
+      return translated(kName, [&] {
+        return xgrammar::Grammar::FromEBNF(tagged_calls(call.ToString(), vocabulary->marks, spec.single));
+      });
+    }
+    if (!vocabulary->marks.are_gemma4())
+      refuse(ErrorCode::kUnsupported, kName, "the vocabulary lacks the marks of Gemma 4's calls (<|tool_call>)");
+    std::vector<SchemaPattern> patterns;
+    const std::string tag = gemma4_calls_tag(kName, spec.tools, spec.single, patterns, notes).dump();
+    return translated(kName, [&] {
+      auto made = xgrammar::Grammar::FromStructuralTag(tag, vocabulary->info);
+      if (auto* error = std::get_if<xgrammar::StructuralTagError>(&made))
+        throw std::runtime_error(std::visit([](const auto& one) { return std::string(one.what()); }, *error));
+      const std::string grammar = with_mark_tokens(std::get<xgrammar::Grammar>(made).ToString(), vocabulary->marks);
+      return xgrammar::Grammar::FromEBNF(with_patterns(grammar, patterns, RegexPlace::kText));
+    });
+  }
+
+  xgrammar::Grammar grammar_of(const ConstraintSpec& spec, std::vector<std::string>& notes) const {
+    using Kind = ConstraintSpec::Kind;
+    using xgrammar::Grammar;
+    if (!spec.calls) {
+      BERYL_CHECK(spec.kind != Kind::kText && spec.kind != Kind::kNothing, "a constraint constrains");
+      return content_of(spec, notes);
+    }
+    const Grammar calls = calls_of(*spec.calls, notes);
+    if (spec.kind == Kind::kNothing) return calls;
+    return translated("tools", [&] {
+      if (spec.kind != Kind::kText) return Grammar::Union({content_of(spec, notes), calls});
+      const bool tagged = spec.calls->notation == CallNotation::kTagged;
+      if (spec.calls->notation == CallNotation::kBare || (tagged && !vocabulary->marks.are_tags()))
+        return Grammar::Union({Grammar::FromEBNF(text_without_calls(tagged)), calls});
+      const Grammar text = Grammar::FromEBNF("root ::= [^\\0]*");
+      return Grammar::Concat({text, Grammar::Union({Grammar::FromEBNF("root ::= \"\""), calls}), text});
+    });
+  }
+
+  std::shared_ptr<const CompiledConstraint> make(const ConstraintSpec& spec, size_t& n_bytes) {
+    if (!vocabulary) vocabulary.emplace(tokenizer, model_vocab, n_threads);
+    const std::string_view name = name_of(spec.kind);
+    std::vector<std::string> notes;
+    const xgrammar::Grammar grammar = grammar_of(spec, notes);
+    const size_t grammar_bytes = grammar.ToString().size();
+    if (grammar_bytes > kMaxGrammarBytes)
+      refuse(ErrorCode::kUnsupported, name,
+             fmt::format("is too large: its grammar has {} bytes, at most {} are allowed", grammar_bytes, kMaxGrammarBytes));
+    auto data = std::make_unique<const CompiledConstraint::Data>(CompiledConstraint::Data{
+        translated(name, [&] { return vocabulary->compiler.CompileGrammar(grammar); }), vocabulary->split, std::move(notes)});
+    n_bytes = data->grammar.MemorySizeBytes() + grammar_bytes;
+    auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
+    std::vector<uint32_t> mask;
+    Constraint first = compiled->start();
+    mask.resize(first.mask_words());
+    if (!first.fill_mask(mask))
+      refuse(ErrorCode::kBadInput, name, "nothing satisfies it that this model's tokens can write");
+    return compiled;
+  }
+
+  static void check_text(std::string_view name, const std::string& text, size_t most) {
+    if (text.size() > most)
+      refuse(ErrorCode::kBadInput, name, fmt::format("has {} bytes, at most {} are allowed", text.size(), most));
+    if (!is_utf8(text)) refuse(ErrorCode::kBadInput, name, "is not UTF-8");
+  }
+
+  static std::string key_of(const ConstraintSpec& spec) {
+    std::string key = fmt::format("{} {} ", static_cast<int>(spec.kind), spec.text.size()) + spec.text;
+    if (spec.calls) key += fmt::format("{} {} ", static_cast<int>(spec.calls->notation), spec.calls->single) + spec.calls->tools;
+    return key;
+  }
+
+  // Null: it is not there. What is found becomes the last to go.
+  std::shared_ptr<const CompiledConstraint> find(const std::string& key) {
+    const std::lock_guard lock(mutex);
+    const auto at = std::find_if(kept.begin(), kept.end(), [&](const Kept& each) { return each.key == key; });
+    if (at == kept.end()) return nullptr;
+    kept.splice(kept.begin(), kept, at);
+    return kept.front().compiled;
+  }
+
+  void keep(std::string key, std::shared_ptr<const CompiledConstraint> compiled, size_t n_bytes) {
+    const std::lock_guard lock(mutex);
+    n_bytes += key.size();
+    kept_bytes += n_bytes;
+    kept.push_front({std::move(key), std::move(compiled), n_bytes});
+    while (kept.size() > kMaxKept || kept_bytes > kMaxKeptBytes) {
+      kept_bytes -= kept.back().n_bytes;
+      kept.pop_back();
+    }
   }
 
   static constexpr int kMaxBlanks = 16;  // in a row: a model that likes blanks comes to an end
 
-  ToolTokens marks;
-  std::shared_ptr<const SplitCharacters> split;
-  xgrammar::TokenizerInfo info;
-  xgrammar::GrammarCompiler compiler;
-  std::optional<xgrammar::TokenizerInfo> info_with_marks;  // where there are any
-  std::optional<xgrammar::GrammarCompiler> compiler_with_marks;
+  struct Kept {
+    std::string key;
+    std::shared_ptr<const CompiledConstraint> compiled;
+    size_t n_bytes;
+  };
+
+  const Tokenizer& tokenizer;
+  const int64_t model_vocab;
+  const int n_threads;
   std::mutex compiling;  // one at a time: it takes all threads anyway
+  std::optional<Vocabulary> vocabulary;
   std::mutex mutex;      // of what is kept
-  std::deque<std::pair<ConstraintSpec, std::shared_ptr<const CompiledConstraint>>> kept;
+  std::list<Kept> kept;  // the last used first
+  size_t kept_bytes = 0;
 };
 
 ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
-    : impl_(std::make_unique<Impl>(tokenizer, model_vocab, std::max(n_threads, 1))) {}
+    : impl_(new Impl{tokenizer, model_vocab, std::max(n_threads, 1), {}, {}, {}, {}, 0}) {}
 ConstraintCompiler::~ConstraintCompiler() = default;
 
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec& spec) {
-  {
-    const std::lock_guard lock(impl_->mutex);
-    for (const auto& [key, compiled] : impl_->kept)
-      if (key.kind == spec.kind && key.text == spec.text) return compiled;
-  }
-  const std::string_view name = name_of(spec.kind);
-  std::vector<std::string> notes;
-  const xgrammar::Grammar grammar = impl_->grammar_of(spec, notes);
-  const bool has_marks = spec.kind == ConstraintSpec::Kind::kGemma4ToolCalls;
-  xgrammar::GrammarCompiler& compiler = has_marks ? *impl_->compiler_with_marks : impl_->compiler;
-  auto data = std::make_unique<const CompiledConstraint::Data>(
-      CompiledConstraint::Data{translated(name,
-                                          [&] {
-                                            const std::lock_guard lock(impl_->compiling);
-                                            return compiler.CompileGrammar(grammar);
-                                          }),
-                               impl_->split, std::move(notes)});
-  auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
-  std::vector<uint32_t> mask;
-  Constraint first = compiled->start();
-  mask.resize(first.mask_words());
-  if (!first.fill_mask(mask))
-    refuse(ErrorCode::kBadInput, name, "nothing satisfies it that this model's tokens can write");
-  const std::lock_guard lock(impl_->mutex);
-  impl_->kept.emplace_front(spec, compiled);
-  if (impl_->kept.size() > kKept) impl_->kept.pop_back();
+  std::string key = Impl::key_of(spec);
+  if (auto compiled = impl_->find(key)) return compiled;
+  const std::lock_guard lock(impl_->compiling);
+  if (auto compiled = impl_->find(key)) return compiled;   // somebody else wanted the same
+  size_t n_bytes = 0;
+  std::shared_ptr<const CompiledConstraint> compiled = impl_->make(spec, n_bytes);
+  impl_->keep(std::move(key), compiled, n_bytes);
   return compiled;
 }
 

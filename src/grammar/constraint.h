@@ -1,5 +1,5 @@
-// What a reply may be: a JSON value of a schema, a text that a regular expression or a grammar describes. For each next
-// token a constraint says which ids keep the reply within it, as the bits that SampleParams::allowed takes.
+// What a reply may be: a JSON value of a schema, a text that a regular expression or a grammar describes, calls of tools.
+// For each next token a constraint says which ids keep the reply within it, as the bits that SampleParams::allowed takes.
 //
 // The work is xgrammar's, which a build may lack: then everything here throws Error(kUnsupported) with one line.
 //
@@ -10,27 +10,35 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "text/text_tools.h"
 #include "text/tokenizer.h"
 
 namespace beryl {
 
+struct CallSpec {
+  CallNotation notation = CallNotation::kTagged;
+  std::string tools = {};   // OpenAI's list as JSON; a tool's name, and its arguments by its schema (tool_grammar.h)
+  bool single = false;      // one call, else one or more
+};
+
 struct ConstraintSpec {
   enum class Kind : uint8_t {
+    kNothing,     // calls only
+    kText,        // any text; no call that `calls` does not describe is in it
     kJsonObject,  // any JSON object; text is not used
     kJsonSchema,  // text: the schema
     kRegex,       // text: matches the whole reply
     kGrammar,     // text: EBNF as xgrammar writes it (GBNF is much the same); the rule "root" is the reply. Not from
                   // strangers: a grammar of counts within counts may take for ever, and cannot be told from others
-    kGemma4ToolCalls,  // text: OpenAI's tools list; one or more calls in Gemma 4's own notation, control tokens
-                       // included
-    kLlama3ToolCall,   // text: likewise; one call as Llama 3 writes it: {"name": …, "parameters": {…}}
   };
   Kind kind = Kind::kJsonObject;
   std::string text = {};
+  std::optional<CallSpec> calls = std::nullopt;   // may come instead; where calls are opened by tokens, also within text
 };
 
 // Whether this build has grammars.
@@ -81,14 +89,16 @@ class CompiledConstraint {
 
 class ConstraintCompiler {
  public:
-  // model_vocab: ids from there on are never allowed. n_threads: for one compilation. The tokenizer is not kept.
+  // model_vocab: ids from there on are never allowed. n_threads: for one compilation. The tokenizer outlives the compiler:
+  // what is made of it takes a second for a large vocabulary, so the first compilation makes it.
   ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads);
   ~ConstraintCompiler();
   ConstraintCompiler(const ConstraintCompiler&) = delete;
   ConstraintCompiler& operator=(const ConstraintCompiler&) = delete;
 
-  // The last few are kept. May be called by many threads at once. Throws Error(kBadInput): no such thing as the text
-  // says, or nothing satisfies it; Error(kUnsupported): it cannot be expressed.
+  // Those that were used last are kept, within a bound of bytes; several at once are made one after the other. May be
+  // called by many threads at once. Throws Error(kBadInput): no such thing as the text says, or nothing satisfies it;
+  // Error(kUnsupported): it cannot be expressed, or would take too long.
   std::shared_ptr<const CompiledConstraint> compile(const ConstraintSpec& spec);
 
  private:

@@ -59,4 +59,23 @@ std::string with_literal_parts(const std::string& grammar, const std::vector<Lit
   return result;
 }
 
+std::string with_rule_renamed(const std::string& grammar, std::string_view rule, std::string_view name) {
+  const auto is_of_name = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '-' || c == '.'; };
+  std::string result;
+  for (size_t i = 0; i < grammar.size();) {
+    const size_t begin = i;
+    const char c = grammar[i++];
+    if (c == '"' || c == '[') {  // a literal or a class
+      const char end = c == '"' ? '"' : ']';
+      while (i < grammar.size() && grammar[i] != end) i += grammar[i] == '\\' ? 2 : 1;
+      i = std::min(i + 1, grammar.size());
+    } else if (is_of_name(c)) {
+      while (i < grammar.size() && is_of_name(grammar[i])) ++i;
+    }
+    const std::string_view part = std::string_view(grammar).substr(begin, i - begin);
+    result += part == rule ? name : part;
+  }
+  return result;
+}
+
 }  // namespace beryl

@@ -17,4 +17,7 @@ struct LiteralPart {
 // "a" rule.
 std::string with_literal_parts(const std::string& grammar, const std::vector<LiteralPart>& parts);
 
+// Rules have another name, wherever they are named.
+std::string with_rule_renamed(const std::string& grammar, std::string_view rule, std::string_view name);
+
 }  // namespace beryl

@@ -17,6 +17,8 @@ namespace {
 constexpr size_t kMaxDepth = 64;
 constexpr int kMaxCountDepth = 2;
 constexpr int64_t kMaxCount = 100000;  // of one quantifier
+constexpr int64_t kMaxGroupCount = 200, kMaxWideCount = 50;   // likewise, of more than a class
+constexpr int64_t kWideClass = 256;    // characters
 constexpr int64_t kMaxAtoms = 200000;  // characters and classes, each as often as it may be repeated
 constexpr size_t kMaxGrammarDepth = 200;
 constexpr uint32_t kLastCharacter = 0x10ffff;
@@ -65,6 +67,11 @@ class CharacterSet {
                        [&](const auto& range) { return range.first <= c && c <= range.second; });
   }
   bool empty() const { return ranges_.empty(); }
+  int64_t size() const {
+    int64_t n = 0;
+    for (const auto& [first, last] : ranges_) n += int64_t{last} - first + 1;
+    return n;
+  }
   const std::vector<std::pair<uint32_t, uint32_t>>& ranges() const { return ranges_; }
 
  private:
@@ -126,6 +133,8 @@ class RegexReader {
     bool may_be_empty = false;  // one of the alternatives before this one
     bool is_all_empty = true;   // every item so far of this alternative may be
     bool item_repeats = false, item_may_be_empty = false;
+    std::string item_class;     // the item is one class: its characters that need no escape
+    bool is_wide = false, item_is_wide = false;   // holds a class of many characters
     int count_depth = 0, item_count_depth = 0;  // counts within each other
   };
 
@@ -155,8 +164,10 @@ class RegexReader {
       group.is_all_empty = group.is_all_empty && group.item_may_be_empty;
       group.repeats = group.repeats || group.item_repeats;
       group.count_depth = std::max(group.count_depth, group.item_count_depth);
+      group.is_wide = group.is_wide || group.item_is_wide;
     }
     group.item.clear();
+    group.item_class.clear();
     group.n_atoms += group.item_atoms;
     group.item_atoms = 0;
   }
@@ -166,11 +177,12 @@ class RegexReader {
     return std::move(group.text);
   }
 
-  void atom(std::string text, int64_t n, bool repeats = false, bool may_be_empty = false, int count_depth = 0) {
+  void atom(std::string text, int64_t n, bool is_wide, bool repeats = false, bool may_be_empty = false, int count_depth = 0) {
     Group& group = groups_.back();
     finish_item(group);
     group.item = std::move(text);
     group.item_atoms = n;
+    group.item_is_wide = is_wide;
     group.item_repeats = repeats;
     group.item_may_be_empty = may_be_empty;
     group.item_count_depth = count_depth;
@@ -180,21 +192,27 @@ class RegexReader {
   void set(size_t begin, const CharacterSet& all) {
     const CharacterSet characters = all.without(kHalves);
     const CharacterSet plain = place_ == RegexPlace::kJsonString ? characters.without(kEscapedInJson) : characters;
-    std::string text;
-    if (!plain.empty()) {
-      text = "[";
-      for (const auto& [first, last] : plain.ranges()) {
-        text += character_text(first);
-        if (last > first) text += fmt::format("-{}", character_text(last));
-      }
-      text += ']';
-    }
+    std::string text = plain.empty() ? "" : class_text(plain);
+    const std::string its_class = text;
     if (place_ == RegexPlace::kJsonString)
       for (const auto& [first, last] : kEscapedInJson.ranges())
         for (uint32_t c = first; c <= last; ++c)
           if (characters.has(c)) text += fmt::format("{}{}", text.empty() ? "" : " | ", json_escape(c));
     if (text.empty()) unsupported(begin, "a class of no characters");
-    atom(fmt::format("({})", text), 1);
+    atom(fmt::format("({})", text), 1, characters.size() > kWideClass);
+    groups_.back().item_class = its_class;
+  }
+
+  // Halves of pairs may be in it, no token can write them (constraint.cpp). The library is much faster with few ranges.
+  static std::string class_text(const CharacterSet& characters) {
+    const CharacterSet others = characters.complement().without(kHalves);
+    const bool is_negated = !others.empty() && others.ranges().size() < characters.ranges().size();
+    std::string text = is_negated ? "[^" : "[";
+    for (const auto& [first, last] : (is_negated ? others : characters).ranges()) {
+      text += character_text(first);
+      if (last > first) text += fmt::format("-{}", character_text(last));
+    }
+    return text + ']';
   }
 
   void item() {
@@ -213,7 +231,8 @@ class RegexReader {
         finish_item(group);
         const int64_t n = group.n_atoms;
         const bool may_be_empty = group.may_be_empty || group.is_all_empty, repeats = group.repeats;
-        atom(fmt::format("({})", finished(group)), n, repeats, may_be_empty, group.count_depth);
+        const bool is_wide = group.is_wide;
+        atom(fmt::format("({})", finished(group)), n, is_wide, repeats, may_be_empty, group.count_depth);
         return;
       }
       case '|': {
@@ -313,8 +332,15 @@ class RegexReader {
     group.count_depth = std::max(group.count_depth, depth);
     group.repeats = group.repeats || group.item_repeats || count > 1;
     group.is_all_empty = group.is_all_empty && (least == 0 || group.item_may_be_empty);
-    append(group, fmt::format("{}{}", group.item, text));
+    // The library counts the characters of one class well, anything else by looking at each token anew. So counted
+    // characters of a JSON string are those that need no escape.
+    const bool counts = is_counted && count > 1;
+    if (const int64_t most = group.item_is_wide ? kMaxWideCount : kMaxGroupCount; counts && group.item_class.empty() && count > most)
+      unsupported(begin, fmt::format("a count above {} of more than one class of characters{}", most, group.item_is_wide ? ", a large one among them," : ""));
+    append(group, fmt::format("{}{}", counts && !group.item_class.empty() ? group.item_class : group.item, text));
+    group.is_wide = group.is_wide || group.item_is_wide;
     group.item.clear();
+    group.item_class.clear();
     group.n_atoms += group.item_atoms * count;  // at most kMaxAtoms * kMaxCount
     group.item_atoms = 0;
     if (group.n_atoms > kMaxAtoms) too_large(begin);

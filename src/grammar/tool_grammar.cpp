@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <map>
+#include <optional>
 #include <set>
 
 #include <fmt/format.h>
@@ -23,8 +24,14 @@ struct Tool {
   Json parameters;
 };
 
-// The list's functions, with a name each and a schema of an object.
-std::vector<Tool> tools_of(const std::string& name, std::string_view text) {
+std::string name_of_parameters(const std::string& name, const Tool& tool) {
+  return fmt::format("{}: the parameters of {}", name, quote(tool.name));
+}
+
+// The list's functions, with a name each and a schema of an object. `check` throws Error(kUnsupported) for a schema that
+// cannot be expressed.
+template <class Check>
+std::vector<Tool> tools_of(const std::string& name, std::string_view text, std::vector<std::string>& notes, const Check& check) {
   const Json list = parse_json<Json>(name, text);
   std::vector<Tool> tools;
   std::set<std::string> names;
@@ -50,6 +57,14 @@ std::vector<Tool> tools_of(const std::string& name, std::string_view text) {
     // A call without arguments: nothing else is offered.
     if (tool.parameters == Json{{"type", "object"}, {"properties", Json::object()}})
       tool.parameters["additionalProperties"] = false;
+    const auto strict = function->find("strict");
+    try {
+      check(tool);
+    } catch (const Error& error) {
+      if (error.code != ErrorCode::kUnsupported || (strict != function->end() && *strict == true)) throw;
+      notes.push_back(fmt::format("{}; any object is let through", error.what()));
+      tool.parameters = {{"type", "object"}};
+    }
     tools.push_back(std::move(tool));
   }
   if (tools.empty()) throw Error(ErrorCode::kBadInput, fmt::format("{}: there is no tool to call", name));
@@ -136,24 +151,33 @@ Json with_references_at(const Json& schema, const std::string& place) {
 }  // namespace
 
 ToolTokens find_tool_tokens(const Tokenizer& tokenizer) {
-  ToolTokens tokens;
-  for (ToolTokens::Mark& mark : tokens.marks) mark.id = tokenizer.find_special(mark.text).value_or(-1);
-  return tokens;
+  for (const std::vector<std::string_view>& texts : {std::vector<std::string_view>{"<|tool_call>", "<tool_call|>", "<|\"|>"},
+                                                     std::vector<std::string_view>{"<tool_call>", "</tool_call>"}}) {
+    ToolTokens tokens;
+    for (const std::string_view text : texts)
+      if (const std::optional<int32_t> id = tokenizer.find_token(text)) tokens.marks.push_back({text, *id});
+    if (tokens.marks.size() == texts.size()) return tokens;
+  }
+  return {};
 }
 
-nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view text,
+nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view text, bool single,
                                         std::vector<SchemaPattern>& patterns, std::vector<std::string>& notes) {
   int n_tools = 0;
   Json tags = Json::array();
-  for (const Tool& tool : tools_of(name, text)) {
-    const std::string its_name = fmt::format("{}: the parameters of {}", name, quote(tool.name));
+  const auto check = [&](const Tool& tool) {
+    const std::string its_name = name_of_parameters(name, tool);
+    std::vector<std::string> unread;
+    check_keys(its_name, checked_schema(its_name, tool.parameters, unread).schema);
+  };
+  for (const Tool& tool : tools_of(name, text, notes, check)) {
+    const std::string its_name = name_of_parameters(name, tool);
     CheckedSchema checked = checked_schema(its_name, tool.parameters, notes);
     // Each tool is walked by itself: constants of different tools are told apart by the tool.
     const std::string its_own = fmt::format("tool{}-", n_tools++);
     for (SchemaPattern& pattern : checked.patterns) pattern.constant = its_own + pattern.constant;
     const Json schema = sorted(with_constants_of(checked.schema, its_own, checked.patterns));
     patterns.insert(patterns.end(), checked.patterns.begin(), checked.patterns.end());
-    check_keys(its_name, schema);
     Json content = {{"type", "json_schema"},
                     {"style", "gemma"},
                     {"excludes", {"<|tool_call>", "<tool_call|>"}},
@@ -165,7 +189,11 @@ nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_vie
   }
   return {{"type", "structural_tag"},
           {"format",
-           {{"type", "tags_with_separator"}, {"tags", std::move(tags)}, {"separator", ""}, {"at_least_one", true}}}};
+           {{"type", "tags_with_separator"},
+            {"tags", std::move(tags)},
+            {"separator", ""},
+            {"at_least_one", true},
+            {"stop_after_first", single}}}};
 }
 
 std::string with_mark_tokens(const std::string& grammar, const ToolTokens& tokens) {
@@ -197,19 +225,46 @@ std::string with_mark_tokens(const std::string& grammar, const ToolTokens& token
   return with_literal_parts(text, parts);
 }
 
-nlohmann::ordered_json llama3_call_schema(const std::string& name, std::string_view text) {
+nlohmann::ordered_json call_schema(const std::string& name, std::string_view text, const std::string& arguments,
+                                   std::vector<std::string>& notes) {
   Json definitions = Json::object(), calls = Json::array();
-  const std::vector<Tool> tools = tools_of(name, text);
+  const auto check = [&](const Tool& tool) {
+    std::vector<std::string> unread;
+    checked_schema(name_of_parameters(name, tool), tool.parameters, unread);
+  };
+  const std::vector<Tool> tools = tools_of(name, text, notes, check);
   for (size_t i = 0; i < tools.size(); ++i) {
     const std::string key = fmt::format("tool{}", i);
     definitions[key] = with_references_at(tools[i].parameters, "#/$defs/" + key);
     calls.push_back(
         {{"type", "object"},
-         {"properties", {{"name", {{"const", tools[i].name}}}, {"parameters", {{"$ref", "#/$defs/" + key}}}}},
-         {"required", {"name", "parameters"}},
+         {"properties", {{"name", {{"const", tools[i].name}}}, {arguments, {{"$ref", "#/$defs/" + key}}}}},
+         {"required", {"name", arguments}},
          {"additionalProperties", false}});
   }
   return {{"$defs", std::move(definitions)}, {"anyOf", std::move(calls)}};
+}
+
+std::string tagged_calls(const std::string& call_grammar, const ToolTokens& tokens, bool single) {
+  // Behind a tag that is a token the line break may be part of a longer token; so it is one literal with what follows.
+  const auto tag = [&](size_t index, std::string_view text) {
+    return tokens.are_tags() ? fmt::format("Token({})", tokens.marks[index].id) : fmt::format("\"{}\"", text);
+  };
+  return fmt::format("root ::= tagged_call {}\ntagged_call ::= {} \"\\n\" bare_call \"\\n\" {}\n{}",
+                     single ? "" : "(\"\\n\" tagged_call)*", tag(0, "<tool_call>"), tag(1, "</tool_call>"),
+                     with_rule_renamed(call_grammar, "root", "bare_call"));
+}
+
+std::string text_without_calls(bool tagged) {
+  static constexpr std::string_view kTag = "<tool_call>";
+  std::string text = "any ::= [^\\0]*\n";
+  text += fmt::format("root ::= [ \\n\\r\\t]* (\"\" | [^{{<\\0 \\n\\r\\t] any | \"<\" {})\n", tagged ? "tag1" : "any");
+  for (size_t i = 1; tagged && i < kTag.size(); ++i) {
+    text += fmt::format("tag{} ::= \"\" | [^{}\\0] any", i, kTag[i]);
+    if (i + 1 < kTag.size()) text += fmt::format(" | \"{}\" tag{}", kTag[i], i + 1);
+    text += '\n';
+  }
+  return text;
 }
 
 }  // namespace beryl

@@ -3,10 +3,14 @@
 //   Gemma 4   <|tool_call>call:NAME{key:value,…}<tool_call|>, one or more; keys sorted and bare, strings between two
 //             <|"|>, no blanks. The three marks are control tokens, and only they will do: the same letters as text do
 //             not.
-//   Llama 3   {"name": "NAME", "parameters": {…}}, one call
+//   tagged    <tool_call>\n{"name": "NAME", "arguments": {…}}\n</tool_call>, one or more; the tags as tokens where the
+//             vocabulary has such
+//   bare      {"name": "NAME", "parameters": {…}}, one call
+//
+// A tool that is "strict" gets arguments of its schema or is refused. Other tools do where the schema can be expressed,
+// else any object; that is noted.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -19,25 +23,32 @@
 
 namespace beryl {
 
-// Gemma 4's marks; -1: the vocabulary has none.
+// The marks of the notations that a vocabulary has as tokens: Gemma 4's first three or the two tags, or none.
 struct ToolTokens {
   struct Mark {
     std::string_view text;
     int32_t id;
   };
-  std::array<Mark, 3> marks = {Mark{"<|tool_call>", -1}, Mark{"<tool_call|>", -1}, Mark{"<|\"|>", -1}};
-  bool are_there() const { return marks[0].id >= 0 && marks[1].id >= 0 && marks[2].id >= 0; }
+  std::vector<Mark> marks = {};
+  bool are_gemma4() const { return marks.size() == 3; }
+  bool are_tags() const { return marks.size() == 2; }
 };
 ToolTokens find_tool_tokens(const Tokenizer& tokenizer);
 
 // tools: OpenAI's list as JSON. name: for messages. All throw Error(kBadInput or kUnsupported).
 
 // What the library calls a structural tag, with the marks as text.
-nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view tools,
+nlohmann::ordered_json gemma4_calls_tag(const std::string& name, std::string_view tools, bool single,
                                         std::vector<SchemaPattern>& patterns, std::vector<std::string>& notes);
 // The grammar that the library made of it, with the marks as tokens and without blanks between them.
 std::string with_mark_tokens(const std::string& grammar, const ToolTokens& tokens);
 
-nlohmann::ordered_json llama3_call_schema(const std::string& name, std::string_view tools);
+// One call as an object with the members "name" and `arguments`.
+nlohmann::ordered_json call_schema(const std::string& name, std::string_view tools, const std::string& arguments,
+                                   std::vector<std::string>& notes);
+// The grammar of such an object becomes that of calls between tags.
+std::string tagged_calls(const std::string& call_grammar, const ToolTokens& tokens, bool single);
+// Any text that no reader of replies takes for a call that is written as text: it does not begin with a tag or a brace.
+std::string text_without_calls(bool tagged);
 
 }  // namespace beryl

@@ -1,11 +1,13 @@
 #include "server/api.h"
 
 #include <algorithm>
+#include <cctype>
 #include <random>
 
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "server/page.h"
 #include "text/utf8.h"
 #include "weights/quote.h"
 
@@ -25,9 +27,15 @@ bool same_text(std::string_view given, std::string_view key) {
   return difference == 0;
 }
 
+std::string lower_case(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
 std::string error_type(int status) {
   switch (status) {
     case 401: return "authentication_error";
+    case 403: return "permission_error";
     case 404: return "not_found_error";
     case 413: return "request_too_large";
     case 503: return "overloaded_error";
@@ -167,7 +175,9 @@ std::vector<Reply> submit_all(const ServedModel& model, const Generation& genera
   return replies;
 }
 
-Api::Api(const ServedModel& model, ApiOptions options) : model_(model), options_(std::move(options)) {}
+Api::Api(const ServedModel& model, ApiOptions options) : model_(model), options_(std::move(options)) {
+  for (const std::string& host : options_.hosts) hosts_.push_back(lower_case(host));
+}
 
 HttpResponse Api::too_large() const {
   return error_response(ApiError(413, fmt::format("the body is larger than the {} bytes that this server reads", options_.max_body_bytes)), false);
@@ -184,6 +194,21 @@ bool Api::has_key(const HttpRequest& request) const {
   bool found = false;
   for (const std::string& key : options_.keys) found = same_text(given, key) || found;   // all of them, always
   return found;
+}
+
+std::vector<std::string> local_hosts(const std::string& address) {
+  if (address != "localhost" && address != "::1" && !address.starts_with("127.")) return {};
+  std::vector<std::string> hosts = {"localhost", "127.0.0.1", "[::1]"};
+  if (address.starts_with("127.") && address != "127.0.0.1") hosts.push_back(address);
+  return hosts;
+}
+
+bool Api::is_called_by_name(const HttpRequest& request) const {
+  std::string host(request.header("host"));
+  if (hosts_.empty() || host.empty()) return true;   // no browser leaves it out
+  if (const size_t colon = host.find(':', host.starts_with('[') ? std::min(host.find(']'), host.size()) : 0); colon != std::string::npos)
+    host.resize(colon);
+  return std::find(hosts_.begin(), hosts_.end(), lower_case(host)) != hosts_.end();
 }
 
 HttpResponse Api::answer(HttpRequest& request) {
@@ -213,6 +238,8 @@ HttpResponse Api::route(HttpRequest& request) {
   using Answer = HttpResponse (*)(const ServedModel&, const Json&, const HttpRequest&);
   const std::string& path = request.path;
   const bool get = request.method == "GET" || request.method == "HEAD";
+  if (!is_called_by_name(request))
+    throw ApiError(403, fmt::format("this server is not called {}: start it with --allow-host to let that name in", quote(request.header("host"))));
   if (path == "/health" && get) return health();
   if (request.method == "OPTIONS" && !options_.cors_origin.empty()) {
     HttpResponse response;
@@ -223,6 +250,7 @@ HttpResponse Api::route(HttpRequest& request) {
     return response;
   }
   if (request.busy) throw ApiError(503, "too many connections: try again later");
+  if (path == "/" && get) return answer_page(request);
   if (!has_key(request)) throw ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", "", "invalid_api_key");
 
   const bool is_model = path.starts_with("/v1/models/");

@@ -18,10 +18,15 @@
 namespace beryl::server {
 
 struct ApiOptions {
-  std::vector<std::string> keys;      // none: everybody may ask
-  std::string cors_origin;            // empty: browsers of other origins may not read answers
+  std::vector<std::string> keys = {};   // none: everybody may ask
+  std::vector<std::string> hosts = {};  // names by which requests may call the server; none: any
+  std::string cors_origin = {};       // empty: browsers of other origins may not read answers
   size_t max_body_bytes = 8 << 20;    // for the message
 };
+
+// The names by which a server that listens on this address is called, where only this machine reaches it; else none. A web page
+// can give a name of its own the address 127.0.0.1 and then ask as if it were the server's; that name stands in the header Host.
+std::vector<std::string> local_hosts(const std::string& address);
 
 // Answers one request; never throws. Any thread.
 class Api {
@@ -36,6 +41,7 @@ class Api {
  private:
   HttpResponse route(HttpRequest& request);
   bool has_key(const HttpRequest& request) const;
+  bool is_called_by_name(const HttpRequest& request) const;
   HttpResponse health() const;
   HttpResponse models(const HttpRequest& request) const;
   HttpResponse metrics() const;
@@ -44,6 +50,7 @@ class Api {
 
   const ServedModel& model_;
   const ApiOptions options_;
+  std::vector<std::string> hosts_;     // in lower case
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::atomic<bool> draining_ = false;
   std::atomic<int64_t> n_requests_ = 0, n_errors_ = 0;

@@ -60,6 +60,7 @@ HttpResponse answer_whole(Chat& chat, const HttpRequest& request) {
   answer["choices"] = std::move(choices);
   answer["usage"] = usage_of(chat.replies);
   answer["timings"] = timings_of(chat.replies.front().result());
+  add_warnings(answer, chat.generation);
   return json_response(answer);
 }
 
@@ -96,6 +97,7 @@ HttpResponse answer_stream(std::shared_ptr<Chat> chat, bool include_usage) {
       if (!reply.ended()) return;
       Json last = chunk(i, Json::object(), nullptr, finish_of(reply));
       last["timings"] = timings_of(reply.result());
+      add_warnings(last, chat->generation);
       events += event_of(last);
     });
     if (more) return true;

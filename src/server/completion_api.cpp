@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "server/api.h"
+#include "server/structured_output.h"
 #include "text/chat_format.h"
 #include "weights/quote.h"
 
@@ -127,6 +128,7 @@ HttpResponse answer_whole(Completion& completion, const HttpRequest& request) {
   answer["choices"] = std::move(choices);
   answer["usage"] = usage_of(completion);
   answer["timings"] = timings_of(completion.replies.front().result());
+  add_warnings(answer, completion.generation);
   return json_response(answer);
 }
 
@@ -182,6 +184,8 @@ HttpResponse answer_completion(const ServedModel& model, const Json& body, const
   if (const std::optional<std::string> suffix = fields.string("suffix"); suffix && !suffix->empty())
     throw ApiError(400, "'suffix' is not supported: this model only goes on with a text", "suffix");
   read_prompts(*completion);
+  if (const Json* format = fields.object("response_format"))
+    bind_generation(model, read_reply_form(*format, "response_format"), {}, nullptr, generation);
   if (completion->prompts.size() * static_cast<size_t>(generation.n) > kMaxPrompts)
     throw ApiError(400, fmt::format("{} prompts with 'n' {} are more than the {} replies that a request may have", completion->prompts.size(), generation.n, kMaxPrompts), "n");
   for (const Prompt& prompt : completion->prompts)

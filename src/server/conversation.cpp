@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "server/api_error.h"
+#include "text/chat_message.h"
 #include "text/text_tools.h"
 #include "weights/quote.h"
 
@@ -29,19 +30,6 @@ bool thinks_at(const Fields& fields, const char* name, const std::string& effort
   return effort != "none";
 }
 
-void read_tool_choice(const Fields& fields, Conversation& conversation) {
-  conversation.calls_tools = conversation.options.tools.is_array() && !conversation.options.tools.empty();
-  fields.boolean("parallel_tool_calls", true);
-  const Json* choice = fields.find("tool_choice");
-  if (choice == nullptr) return;
-  if (*choice == "none") {
-    conversation.calls_tools = false;
-    conversation.options.tools = nullptr;
-  } else if (*choice != "auto") {
-    throw ApiError(400, fmt::format("'tool_choice' is {}; \"auto\" and \"none\" are what this server can do", in_words(*choice)), "tool_choice");
-  }
-}
-
 Conversation read_conversation(const Fields& fields) {
   Conversation conversation;
   const Json* messages = fields.array("messages");
@@ -51,11 +39,8 @@ Conversation read_conversation(const Fields& fields) {
   for (Json& message : conversation.messages)
     if (message.is_object() && message.contains("role") && message["role"] == "developer") message["role"] = "system";
   if (const Json* tools = fields.array("tools")) conversation.options.tools = *tools;
-  read_tool_choice(fields, conversation);
-  if (const Json* format = fields.object("response_format")) {
-    const std::optional<std::string> type = Fields(*format, "response_format.").string("type");
-    if (type != "text") throw ApiError(400, "'response_format' can only be {\"type\": \"text\"} on this server", "response_format");
-  }
+  conversation.tool_choice = read_tool_choice(fields, conversation.options.tools);
+  if (const Json* format = fields.object("response_format")) conversation.form = read_reply_form(*format, "response_format");
   if (const std::optional<std::string> effort = fields.string("reasoning_effort"))
     conversation.options.enable_thinking = thinks_at(fields, "reasoning_effort", *effort);
   if (const Json* variables = fields.object("chat_template_kwargs")) {
@@ -67,23 +52,42 @@ Conversation read_conversation(const Fields& fields) {
   return conversation;
 }
 
-std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& conversation, Generation& generation) {
+namespace {
+
+ChatPrompt prompt_of(const ServedModel& model, const Conversation& conversation) {
   if (model.writer == nullptr)
     throw ApiError(400, fmt::format("the model {} has no chat format: use /v1/completions", quote(model.id)), "model");
   require_length(model, text_bytes(conversation.messages));
   ChatOptions options = conversation.options;
-  ChatPrompt prompt;
-  if (model.writes_tools) {
-    prompt = model.writer->write(conversation.messages, options);
-  } else {
-    const Json tools = std::exchange(options.tools, nullptr);
-    prompt = model.writer->write(with_tools_as_text(conversation.messages, tools), options);
-  }
+  if (!conversation.tool_choice.may_call) options.tools = nullptr;
+  // A word to the server, not to the model.
+  if (options.tools.is_array())
+    for (Json& tool : options.tools)
+      if (tool.is_object() && tool.contains("function") && tool["function"].is_object()) tool["function"].erase("strict");
+  if (model.writes_tools) return model.writer->write(conversation.messages, options);
+  const Json tools = std::exchange(options.tools, nullptr);
+  return model.writer->write(with_tools_as_text(conversation.messages, tools), options);
+}
+
+}  // namespace
+
+std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& conversation) {
+  return encode_prompt(model.tokenizer, prompt_of(model, conversation));
+}
+
+std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& conversation, Generation& generation) {
+  const ChatPrompt prompt = prompt_of(model, conversation);
   generation.is_chat = true;
+  generation.warnings = prompt.warnings;
   generation.in_thought = prompt.in_thought;
-  generation.finds_calls = conversation.calls_tools;
+  generation.may_think = conversation.options.enable_thinking;
+  generation.finds_calls = conversation.tool_choice.may_call;
+  if (generation.finds_calls)
+    for (const Json* function : read_tools(conversation.options.tools)) generation.tool_names.push_back(function->value("name", ""));
   generation.thought_budget = conversation.thought_budget;
-  return encode_prompt(model.tokenizer, prompt);
+  std::vector<int32_t> ids = encode_prompt(model.tokenizer, prompt);
+  bind_generation(model, conversation.form, conversation.tool_choice, conversation.options.tools, generation);
+  return ids;
 }
 
 }  // namespace beryl::server

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "grammar/reply_constraint.h"
 #include "server/api_error.h"
 #include "text/chat_format.h"
 
@@ -63,37 +64,6 @@ size_t held_bytes(const std::string& text, const std::vector<std::string>& stops
   return held;
 }
 
-// Closes a thought that has had its tokens.
-class ThoughtBudget final : public TokenConstraint {
- public:
-  ThoughtBudget(std::optional<int32_t> begin, int32_t end, bool in_thought, int64_t budget)
-      : begin_(begin), end_(end), in_thought_(in_thought), left_(budget) {}
-  bool fill(std::vector<uint32_t>& mask) override {
-    if (!in_thought_ || left_ > 0) return false;
-    mask[static_cast<size_t>(end_) / 32] |= 1u << (end_ % 32);
-    return true;
-  }
-  void accept(int32_t id) override {
-    if (begin_ && id == *begin_) in_thought_ = true;
-    if (id == end_) in_thought_ = false;
-    if (in_thought_) --left_;
-  }
-
- private:
-  std::optional<int32_t> begin_;
-  int32_t end_;
-  bool in_thought_;
-  int64_t left_;
-};
-
-std::unique_ptr<TokenConstraint> thought_budget(const Tokenizer& tokenizer, const Generation& generation) {
-  if (generation.thought_budget == INT64_MAX) return nullptr;
-  for (const auto& [begin, end] : {std::pair("<|channel>", "<channel|>"), std::pair("<think>", "</think>")})
-    if (const std::optional<int32_t> end_id = tokenizer.find_token(end))
-      return std::make_unique<ThoughtBudget>(tokenizer.find_token(begin), *end_id, generation.in_thought, generation.thought_budget);
-  return nullptr;
-}
-
 }  // namespace
 
 Generation read_generation(const Fields& fields, const ServedModel& model) {
@@ -134,7 +104,7 @@ std::vector<int32_t> encode_text(const ServedModel& model, const std::string& te
 Reply::Reply(const ServedModel& model, const Generation& generation, std::vector<int32_t> prompt, int index)
     : model_(&model), stops_(generation.stops) {
   if (generation.is_chat) {
-    parser_ = std::make_unique<ReplyParser>(model.tokenizer, generation.in_thought, generation.finds_calls);
+    parser_ = std::make_unique<ReplyParser>(model.tokenizer, generation.in_thought, generation.finds_calls, generation.tool_names);
   } else {
     stream_ = std::make_unique<TextStream>(model.tokenizer);
   }
@@ -148,7 +118,7 @@ Reply::Reply(const ServedModel& model, const Generation& generation, std::vector
   if (static_cast<int64_t>(request.prompt.size()) > model.engine.context())
     throw ApiError(400, fmt::format("the prompt has {} tokens, the context {}", request.prompt.size(), model.engine.context()), "",
                    "context_length_exceeded");
-  if (generation.is_chat) request.constraint = thought_budget(model.tokenizer, generation);
+  request.constraint = bind_reply({generation.content, generation.in_thought, generation.may_think, generation.thought_budget}, model.tokenizer, model.vocab);
   channel_ = model.engine.submit(std::move(request));
   if (channel_ == nullptr) throw ApiError(503, "too many requests wait, or the server is going down: try again later");
 }
@@ -259,6 +229,10 @@ Json timings_of(const RequestResult& result) {
     timings["recomputed_n"] = t.recomputed_tokens;
   }
   return timings;
+}
+
+void add_warnings(Json& answer, const Generation& generation) {
+  if (!generation.warnings.empty()) answer["warnings"] = generation.warnings;
 }
 
 double finite_logprob(float logprob) { return std::isfinite(logprob) ? static_cast<double>(logprob) : -9999.0; }

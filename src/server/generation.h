@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "grammar/constraint.h"
 #include "server/json_fields.h"
 #include "text/chat_writer.h"
 #include "text/reply_parser.h"
@@ -24,6 +25,8 @@ struct ServedModel {
   const Tokenizer& tokenizer;
   const ChatWriter* writer = nullptr;    // null: no chat format
   bool writes_tools = false;             // the writer's format has a form for tools
+  CallNotation notation = CallNotation::kTagged;   // in which the model writes calls
+  ConstraintCompiler& constraints;
   Engine& engine;
   std::vector<int32_t> suppressed_ids;   // never sampled
   int64_t vocab = 0;
@@ -39,8 +42,12 @@ struct Generation {
   // Of chats: thoughts and calls are told apart from content.
   bool is_chat = false;
   bool in_thought = false;               // the prompt has opened a thought
+  bool may_think = false;                // the reply may open one
   bool finds_calls = false;
+  std::vector<std::string> tool_names;   // of these
   int64_t thought_budget = INT64_MAX;    // tokens, then the thought is closed
+  std::vector<std::string> warnings;     // of the request, what could not be expressed as it was asked
+  std::shared_ptr<const CompiledConstraint> content = nullptr;   // what the reply must be, behind its thoughts; null: anything
 };
 
 // temperature, top_p, top_k, min_p, the penalties, seed, stop, n, logit_bias. max_new and logprobs are each API's own.
@@ -100,6 +107,9 @@ class Reply {
 // "usage" of OpenAI's APIs, and "timings", over all replies to one prompt.
 Json usage_of(const std::vector<Reply>& replies);
 Json timings_of(const RequestResult& result);
+
+// Adds "warnings", where there are any.
+void add_warnings(Json& answer, const Generation& generation);
 
 // -infinity has no form in JSON.
 double finite_logprob(float logprob);

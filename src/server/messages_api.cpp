@@ -87,14 +87,28 @@ void read_tools(const Fields& fields, Conversation& conversation) {
       if (const std::optional<std::string> description = each.string("description")) function["description"] = *description;
       const Json* schema = each.object("input_schema");
       function["parameters"] = schema == nullptr ? Json{{"type", "object"}} : *schema;
+      if (each.boolean("strict", false)) function["strict"] = true;
       tools.push_back({{"type", "function"}, {"function", std::move(function)}});
     }
-  std::string choice = "auto";
-  if (const Json* object = fields.object("tool_choice")) choice = Fields(*object, "tool_choice.").required_string("type");
-  if (choice != "auto" && choice != "none")
-    refuse("tool_choice", fmt::format("is of type {}; auto and none are what this server can do", quote(choice)));
-  conversation.calls_tools = !tools.empty() && choice == "auto";
-  if (conversation.calls_tools) conversation.options.tools = std::move(tools);
+  const bool has_tools = !tools.empty();
+  ToolChoice& choice = conversation.tool_choice;
+  choice.may_call = has_tools;
+  conversation.options.tools = std::move(tools);
+  const Json* object = fields.object("tool_choice");
+  if (object == nullptr) return;
+  const Fields chosen(*object, "tool_choice.");
+  const std::string type = chosen.required_string("type");
+  if (type != "auto" && type != "any" && type != "tool" && type != "none") chosen.refuse("type", "auto, any, tool or none");
+  if (type == "none") {
+    choice = {};
+    return;
+  }
+  choice.single = chosen.boolean("disable_parallel_tool_use", false);
+  choice.must_call = type != "auto";
+  if (choice.must_call && !has_tools) refuse("tool_choice", "asks for a call, but there are no tools");
+  if (type != "tool") return;
+  choice.names = {chosen.required_string("name")};
+  require_tool(conversation.options.tools, choice.names[0], "tool_choice.name");
 }
 
 Conversation read_messages(const Fields& fields) {
@@ -124,6 +138,9 @@ Conversation read_messages(const Fields& fields) {
       refuse(where + ".role", "is assistant; a conversation must end with a user's message, since this server does not go on with a reply");
   }
   read_tools(fields, conversation);
+  if (const Json* output = fields.object("output_config"))
+    if (const Json* format = Fields(*output, "output_config.").object("format"))
+      conversation.form = read_reply_form(*format, "output_config.format");
   if (const Json* thinking = fields.object("thinking")) {
     const Fields each(*thinking, "thinking.");
     const std::string type = each.required_string("type");
@@ -182,6 +199,7 @@ HttpResponse answer_whole(Message& message, const HttpRequest& request) {
   answer["stop_sequence"] = stop_sequence(reply);
   answer["usage"] = usage_of(reply);
   answer["timings"] = timings_of(reply.result());
+  add_warnings(answer, message.generation);
   return json_response(answer);
 }
 
@@ -266,8 +284,7 @@ HttpResponse answer_message(const ServedModel& model, const Json& body, const Ht
 }
 
 HttpResponse answer_token_count(const ServedModel& model, const Json& body, const HttpRequest&) {
-  Generation generation;
-  const std::vector<int32_t> prompt = write_prompt(model, read_messages(Fields(body)), generation);
+  const std::vector<int32_t> prompt = write_prompt(model, read_messages(Fields(body)));
   return json_response({{"input_tokens", prompt.size()}});
 }
 

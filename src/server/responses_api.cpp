@@ -109,15 +109,14 @@ Conversation read_input(const Fields& fields) {
       if (const std::optional<std::string> description = each.string("description")) function["description"] = *description;
       const Json* parameters = each.object("parameters");
       function["parameters"] = parameters == nullptr ? Json{{"type", "object"}} : *parameters;
+      if (each.boolean("strict", false)) function["strict"] = true;
       all.push_back({{"type", "function"}, {"function", std::move(function)}});
     }
     conversation.options.tools = std::move(all);
   }
-  read_tool_choice(fields, conversation);
+  conversation.tool_choice = read_tool_choice(fields, conversation.options.tools);
   if (const Json* text = fields.object("text"))
-    if (const Json* format = Fields(*text, "text.").object("format"))
-      if (Fields(*format, "text.format.").string("type") != "text")
-        throw ApiError(400, "'text.format' can only be {\"type\": \"text\"} on this server", "text.format");
+    if (const Json* format = Fields(*text, "text.").object("format")) conversation.form = read_reply_form(*format, "text.format");
   if (const Json* reasoning = fields.object("reasoning")) {
     const Fields each(*reasoning, "reasoning.");
     if (const std::optional<std::string> effort = each.string("effort")) conversation.options.enable_thinking = thinks_at(each, "effort", *effort);
@@ -163,6 +162,7 @@ Json object_of(const Response& response, const Json* output) {
                      {"output_tokens_details", {{"reasoning_tokens", reply.n_thought_tokens()}}},
                      {"total_tokens", timings.prompt_tokens + reply.n_tokens()}};
   object["timings"] = timings_of(reply.result());
+  add_warnings(object, response.generation);
   return object;
 }
 
@@ -313,6 +313,7 @@ HttpResponse answer_responses(const ServedModel& model, const Json& body, const 
   echo("metadata", Json::object());
   echo("parallel_tool_calls", true);
   echo("temperature", 1.0);
+  echo("text", {{"format", {{"type", "text"}}}});
   echo("tool_choice", "auto");
   echo("tools", Json::array());
   echo("top_p", 1.0);

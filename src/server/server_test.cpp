@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <map>
+#include <regex>
 #include <thread>
 
 #include <fmt/format.h>
@@ -53,7 +55,7 @@ class Client {
 
   void post(const std::string& path, const std::string& body, const char* connection = "close") {
     const std::string text = fmt::format(
-        "POST {} HTTP/1.1\r\nHost: x\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
+        "POST {} HTTP/1.1\r\nHost: localhost\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
         connection, body.size(), body);
     EXPECT_EQ(send(socket_, text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
   }
@@ -96,7 +98,7 @@ std::string text_in(const std::string& answer) {
 
 class ServerTest : public testing::Test {
  protected:
-  ServerTest() : tokenizer_(letter_tokenizer()), program_(test::text_program(100)) {
+  ServerTest() : tokenizer_(letter_tokenizer()), constraints_(*tokenizer_, test::kTextVocab, 1), program_(test::text_program(100)) {
     EngineLimits limits;
     limits.run.context = 512;
     limits.run.n_sequences = 6;
@@ -107,7 +109,7 @@ class ServerTest : public testing::Test {
     limits.always_draft = true;
     engine_ = std::make_unique<Engine>(program_, limits, backend_);
     model_ = std::make_unique<ServedModel>(ServedModel{
-        .id = "letters", .tokenizer = *tokenizer_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
+        .id = "letters", .tokenizer = *tokenizer_, .constraints = constraints_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
     api_ = std::make_unique<Api>(*model_, ApiOptions());
     server_ = std::make_unique<HttpServer>("127.0.0.1", 0, HttpLimits(), [this](HttpRequest& request) { return api_->answer(request); },
                                            [this] { return api_->too_large(); });
@@ -120,6 +122,7 @@ class ServerTest : public testing::Test {
   }
 
   std::unique_ptr<Tokenizer> tokenizer_;
+  ConstraintCompiler constraints_;
   Program program_;
   test::TextBackend backend_;
   std::unique_ptr<Engine> engine_;
@@ -172,6 +175,50 @@ TEST_F(ServerTest, EveryClientGetsItsOwnReply) {
   engine_->drain();
   const EngineCounts counts = engine_->counts();
   EXPECT_EQ(counts.n_free_pages, counts.n_pages);
+}
+
+TEST_F(ServerTest, RepliesOfAFormAreThoseGivenAlone) {
+  if (!has_constraints()) GTEST_SKIP() << "a build without structured output";
+  // The vocabulary has no end of text: a reply ends where nothing may follow.
+  const std::string forms[] = {"(abc|de)+f{1,3}", "[a-h]{5,40}w", "(ab?c?d?)*efg", "(a|b|c){30}"};
+  const auto body = [&](uint64_t seed, size_t form, bool stream) {
+    return fmt::format(R"({{"prompt": "{}", "max_tokens": 200, "seed": {}, "stream": {}, "response_format": {{"type": "regex", "pattern": "{}"}}}})",
+                       text_of({static_cast<int32_t>(seed % 20), 1, 2, 3}), seed, stream, forms[form]);
+  };
+  std::map<std::pair<uint64_t, size_t>, std::string> alone;
+  for (uint64_t seed = 0; seed < 10; ++seed)
+    for (size_t form = 0; form < std::size(forms); ++form) {
+      const std::string answer = ask(body(seed, form, false));
+      ASSERT_EQ(status_of(answer), 200) << answer;
+      const std::string text = text_in(answer);
+      const bool is_whole = answer.find("\"finish_reason\":\"stop\"") != std::string::npos;
+      EXPECT_EQ(is_whole, std::regex_match(text, std::regex(forms[form]))) << text;
+      EXPECT_EQ(is_whole, text.size() < 200) << text;
+      alone[{seed, form}] = text;
+    }
+  std::atomic<int> n_right = 0;
+  std::vector<std::thread> threads;
+  for (uint64_t thread = 0; thread < 8; ++thread)
+    threads.emplace_back([&, thread] {
+      RandomStream random(thread + 1);
+      for (int i = 0; i < 20; ++i) {
+        const auto seed = static_cast<uint64_t>(random.below(10));
+        const auto form = static_cast<size_t>(random.below(4));
+        if (random.below(5) == 0) {
+          Client leaving(server_->port());
+          leaving.post("/v1/completions", body(seed, form, true));
+          continue;
+        }
+        const std::string answer = ask(body(seed, form, random.below(2) == 0)), &expected = alone[{seed, form}];
+        EXPECT_EQ(text_in(answer), expected);
+        ++n_right;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(n_right, 100);
+  EXPECT_EQ(status_of(ask(R"({"prompt": "a", "response_format": {"type": "regex", "pattern": "("}})")), 400);
+  engine_->drain();
+  EXPECT_EQ(engine_->counts().n_free_pages, engine_->counts().n_pages);
 }
 
 TEST_F(ServerTest, NonsenseIsAnswered) {

@@ -1,5 +1,7 @@
 #include "text/reply_parser.h"
 
+#include <algorithm>
+
 #include <nlohmann/json.hpp>
 
 #include "text/utf8.h"
@@ -159,19 +161,30 @@ std::vector<ParsedCall> parse_json_calls(std::string_view text) {
   return calls;
 }
 
-ReplyParser::ReplyParser(const Tokenizer& tokenizer, bool in_thought, bool finds_calls)
-    : tokenizer_(tokenizer), stream_(tokenizer), named_stream_(tokenizer, true) {
-  const auto pair = [&](std::string_view begin, std::string_view end, std::optional<int32_t>& begin_id, std::optional<int32_t>& end_id) {
-    const std::optional<int32_t> first = tokenizer.find_token(begin), second = tokenizer.find_token(end);
-    if (begin_id || !first || !second) return false;
-    begin_id = first;
-    end_id = second;
-    return true;
+ThoughtTokens find_thought_tokens(const Tokenizer& tokenizer) {
+  for (const auto& [begin, end] : {std::pair("<|channel>", "<channel|>"), std::pair("<think>", "</think>")}) {
+    const ThoughtTokens tokens = {tokenizer.find_token(begin), tokenizer.find_token(end)};
+    if (tokens.begin && tokens.end) return tokens;
+  }
+  return {};
+}
+
+ReplyParser::ReplyParser(const Tokenizer& tokenizer, bool in_thought, bool finds_calls, std::vector<std::string> tool_names)
+    : tokenizer_(tokenizer),
+      stream_(tokenizer),
+      named_stream_(tokenizer, true),
+      thought_(find_thought_tokens(tokenizer)),
+      tool_names_(std::move(tool_names)) {
+  const auto find_calls = [&](std::string_view begin, std::string_view end) {
+    call_begin_ = tokenizer.find_token(begin);
+    call_end_ = tokenizer.find_token(end);
+    if (!call_end_) call_begin_.reset();
+    if (!call_begin_) call_end_.reset();
+    return call_begin_.has_value();
   };
-  if (!pair("<|channel>", "<channel|>", thought_begin_, thought_end_)) pair("<think>", "</think>", thought_begin_, thought_end_);
   if (finds_calls) {
-    gemma_calls_ = pair("<|tool_call>", "<tool_call|>", call_begin_, call_end_);
-    if (!gemma_calls_) text_calls_ = undecided_ = !pair(kCallTag, kCallEndTag, call_begin_, call_end_);
+    gemma_calls_ = find_calls("<|tool_call>", "<tool_call|>");
+    if (!gemma_calls_) text_calls_ = undecided_ = !find_calls(kCallTag, kCallEndTag);
     call_begin_text_ = gemma_calls_ ? "<|tool_call>" : kCallTag;
     call_end_text_ = gemma_calls_ ? "<tool_call|>" : kCallEndTag;
   }
@@ -182,13 +195,13 @@ ReplyParser::ReplyParser(const Tokenizer& tokenizer, bool in_thought, bool finds
 }
 
 void ReplyParser::push(int32_t id, ReplyDelta& delta) {
-  if (thought_begin_ && id == *thought_begin_ && state_ == State::kContent) {
+  if (thought_.begin && id == *thought_.begin && state_ == State::kContent) {
     add(stream_.finish(), delta);
     state_ = State::kThought;
     names_thought_ = tokenizer_.token_text(id) == "<|channel>";
     return;
   }
-  if (thought_end_ && id == *thought_end_ && state_ == State::kThought) {
+  if (thought_.end && id == *thought_.end && state_ == State::kThought) {
     add(stream_.finish(), delta);
     delta.reasoning += held_;
     held_.clear();
@@ -270,6 +283,10 @@ void ReplyParser::decide_text_call(bool at_end, ReplyDelta& delta) {
       // A bare object: a call if the whole reply is one.
       if (!at_end) return;
       calls = parse_json_calls(rest);
+      const auto is_known = [&](const ParsedCall& call) {
+        return tool_names_.empty() || std::find(tool_names_.begin(), tool_names_.end(), call.name) != tool_names_.end();
+      };
+      if (!std::all_of(calls.begin(), calls.end(), is_known)) calls.clear();
       end = held_.size();
     } else if (!at_end && (rest.empty() || kCallTag.starts_with(rest))) {
       return;

@@ -29,10 +29,17 @@ struct ReplyDelta {
   bool empty() const { return content.empty() && reasoning.empty() && calls.empty(); }
 };
 
+// The tokens that open and close a thought; both or none.
+struct ThoughtTokens {
+  std::optional<int32_t> begin, end;
+};
+ThoughtTokens find_thought_tokens(const Tokenizer& tokenizer);
+
 class ReplyParser {
  public:
   // in_thought: the prompt has opened a thought. finds_calls: false: there are no tools, so what looks like a call is content.
-  ReplyParser(const Tokenizer& tokenizer, bool in_thought, bool finds_calls);
+  // tool_names: an object without a tag is a call of one of these, else content; none: of any.
+  ReplyParser(const Tokenizer& tokenizer, bool in_thought, bool finds_calls, std::vector<std::string> tool_names = {});
 
   // Appends what this id, or the end of the reply, decides. Content is held back while it may be the beginning of a call.
   void push(int32_t id, ReplyDelta& delta);
@@ -48,8 +55,10 @@ class ReplyParser {
 
   const Tokenizer& tokenizer_;
   TextStream stream_, named_stream_;          // without and with the names of special tokens
-  std::optional<int32_t> thought_begin_, thought_end_, call_begin_, call_end_;
+  ThoughtTokens thought_;
+  std::optional<int32_t> call_begin_, call_end_;
   std::string call_begin_text_, call_end_text_;
+  std::vector<std::string> tool_names_;
   bool gemma_calls_ = false;                  // call:NAME{...}; else JSON
   bool text_calls_ = false;                   // by text, for want of tokens
   bool undecided_ = false;                    // text_calls_: all content so far was white space or calls

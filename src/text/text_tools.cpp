@@ -1,5 +1,7 @@
 #include "text/text_tools.h"
 
+#include <optional>
+
 #include <fmt/format.h>
 
 #include "base/error.h"
@@ -27,9 +29,8 @@ std::string declarations(const Json& tools) {
   return text;
 }
 
-}  // namespace
-
-bool writes_tools(const ChatWriter& writer) {
+// How the writer's format shows a tool, a call and its result; nullopt: it has no form for one of them.
+std::optional<std::string> sample_call(const ChatWriter& writer) {
   const Json tool = {{"type", "function"},
                      {"function",
                       {{"name", "beryl_tool"},
@@ -45,12 +46,25 @@ bool writes_tools(const ChatWriter& writer) {
   ChatOptions options;
   options.tools = Json::array({tool});
   try {
-    const std::string text = writer.write(messages, options).text();
-    return text.find("beryl-description") != std::string::npos && text.find("beryl_value") != std::string::npos &&
-           text.find("beryl-result") != std::string::npos;
+    std::string text = writer.write(messages, options).text();
+    for (const char* part : {"beryl-description", "beryl_value", "beryl-result"})
+      if (text.find(part) == std::string::npos) return std::nullopt;
+    return text;
   } catch (const Error&) {
-    return false;
+    return std::nullopt;
   }
+}
+
+}  // namespace
+
+bool writes_tools(const ChatWriter& writer) { return sample_call(writer).has_value(); }
+
+CallNotation call_notation(const ChatWriter& writer, const Tokenizer& tokenizer) {
+  const auto has = [&](std::string_view begin, std::string_view end) { return tokenizer.find_token(begin) && tokenizer.find_token(end); };
+  if (has("<|tool_call>", "<tool_call|>")) return CallNotation::kGemma4;
+  if (has("<tool_call>", "</tool_call>")) return CallNotation::kTagged;
+  const std::optional<std::string> sample = sample_call(writer);
+  return !sample || sample->find("<tool_call>") != std::string::npos ? CallNotation::kTagged : CallNotation::kBare;
 }
 
 Json with_tools_as_text(const Json& messages, const Json& tools) {

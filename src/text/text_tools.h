@@ -4,11 +4,22 @@
 // ReplyParser reads back, and <tool_response>...</tool_response> in a user's message.
 #pragma once
 
+#include <cstdint>
+
 #include <nlohmann/json.hpp>
 
 #include "text/chat_writer.h"
+#include "text/tokenizer.h"
 
 namespace beryl {
+
+// How a model writes its calls, as ReplyParser reads them.
+enum class CallNotation : uint8_t {
+  kGemma4,   // <|tool_call>call:NAME{key:value,...}<tool_call|>, by tokens
+  kTagged,   // <tool_call>{"name": ..., "arguments": {...}}</tool_call>, by tokens where the vocabulary has them, else as text
+  kBare,     // {"name": ..., "parameters": {...}}, the whole reply
+};
+CallNotation call_notation(const ChatWriter& writer, const Tokenizer& tokenizer);
 
 // Whether the writer's format shows the model a tool and the result of a call.
 bool writes_tools(const ChatWriter& writer);
