@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMaxDepth = 64;
 constexpr int kMaxCountDepth = 2;
 constexpr int64_t kMaxCount = 100000;  // of one quantifier
-constexpr int64_t kMaxGroupCount = 200, kMaxWideCount = 50;   // likewise, of more than a class
+constexpr int64_t kMaxGroupCount = 100, kMaxWideCount = 20;   // likewise, of more than a class
 constexpr int64_t kWideClass = 256;    // characters
 constexpr int64_t kMaxAtoms = 200000;  // characters and classes, each as often as it may be repeated
 constexpr size_t kMaxGrammarDepth = 200;
