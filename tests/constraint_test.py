@@ -251,7 +251,7 @@ class RegexTest(WalkCase):
         for regex, *parts in [("(a)\\1", "byte 3"), ("a\\b", "escape"), ("(?=a)", "byte 0"), ("(?<!a)b", "byte 0"), ("(?i)a", "byte 0"), ("a$b", "'$'"), ("a^b", "'^'"), ("(^a)", "'^'"),
                               ("(a$)|b", "'$'"), ("\\p{L}", "escape"), ("([a-z]{0,30}){0,30}x", "a count of what may be empty"), ("(a*|b){3}", "a count of what may be empty"),
                               ("(([a-z]{1,30}){1,30}){1,30}x", "count of counts"),
-                              ("a++", "possessive"), ("[[:alpha:]]", "'['"), ("a{999999}", "100000"), ("(a{4000}){100}", "repetitions"), ("(ab){101}", "above 100"), ("([^a]b){21}", "above 20"),
+                              ("a++", "possessive"), ("[[:alpha:]]", "'['"), ("a{999999}", "100000"), ("(a{4000}){100}", "repetitions"), ("(ab){101}", "above 100"), ("([^a]b){11}", "above 10"), ("((ab){20}c){6}", "above 100"),
                               ("\\cA", "escape"), ("a}", "'}'"), ("a{,3}", "'{'"), ("a{x", "'{'"), ("(" * 100 + ")" * 100, "nesting"), ("[]", "class"), ("\\Qa\\E", "escape"), ("(?P<n>a)", "byte 0")]:
             with self.subTest(regex=regex):
                 self.assert_refused("regex", regex, *parts)
