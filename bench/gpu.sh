@@ -161,9 +161,12 @@ if wants ops; then
   step "products of prompts" 40 "$gpu-prefill-products.txt" "$build/prefill_bench" speed fp4_g128 q4_0 q4_k q6_k q8_0 fp8 bf16
 fi
 if wants counters && has ncu "hardware counters"; then
-  # The clocks stay as they are. Some launches of a decode step, behind its first run.
-  step "hardware counters" 60 gpu-counters.txt ncu --clock-control none --set basic --launch-skip 400 --launch-count 12 \
-    "$build/beryl" bench --synthetic "$model" --device cuda -p 0 -n 4 -r 1
+  # The clocks stay as they are. A step as it runs; then each op in a launch of its own: qkv, attention, o, gate|up, down of one layer after the
+  # other.
+  step "hardware counters" 40 gpu-counters.txt ncu --clock-control none --set basic -k regex:decode_kernel --launch-skip 12 --launch-count 1 \
+    "$build/beryl" bench --synthetic "$model" --device cuda -p 0 -n 16 -r 1
+  step "hardware counters, op by op" 60 gpu-counters-ops.txt env BERYL_WHOLE_STEPS=0 ncu --clock-control none --set basic -k regex:decode_kernel \
+    --launch-skip 400 --launch-count 10 "$build/beryl" bench --synthetic "$model" --device cuda -p 0 -n 4 -r 1
 fi
 
 # The speeds, from fields that stand in a line of their own each.

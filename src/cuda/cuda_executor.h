@@ -90,7 +90,7 @@ class CudaExecutor final : public Executor {
   };
   PhaseRows phase_rows(const PlannedRows& planned, int64_t col) const;
   LinearPhase linear_phase(const PlannedPhase& planned, int index) const;
-  AttentionPhase attention_phase(const PlannedPhase& planned) const;
+  AttentionPhase attention_phase(const PlannedPhase& planned, int index) const;
   void send_decode_phases();
   void send_cache_maps();
   int64_t list_rows(const DecodeSegment& segment) const;

@@ -202,6 +202,7 @@ int attention_scratch_bytes(int head_dim, int heads_of_kv) {
 int attention_slot_bytes(int head_dim) { return 16 * head_dim * 2; }
 int attention_row_bytes(int head_dim) { return 2 * head_dim * 2; }
 
+int decode_x_form(Format format) { return tile_shape(format).columns == 64 || format == Format::kFp8 ? 1 : 0; }
 bool decode_takes_plain_integers(Format format) {
   return !needs_x_sums(format) && format != Format::kBf16 && format != Format::kF16 && format != Format::kFp8;
 }
@@ -213,26 +214,37 @@ int64_t decode_partial_states(int n_heads) { return int64_t{n_heads} * kMaxDecod
 
 namespace {
 
-DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, int x_bytes, bool near_by) {
+// What may have room or not.
+struct CutWish {
+  bool x_at_once;                   // x of all chunks
+  bool whole_batches;               // DecodeNeeds::Form::batch_partials
+  bool near_by;                     // the residual and the norms' vectors
+};
+
+DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, const CutWish& wish) {
   constexpr int kPartialBytes = 8 * 1024;          // of one buffer, so that a batch has several units
   DecodeCut cut;
   cut.sum_groups = needs.sum_groups;
-  if (near_by) {
+  if (wish.near_by) {
     cut.residual_bytes = round_up(n_rows * needs.residual_cols * 4, 128);
     cut.vector_bytes = needs.holds_vectors ? kMatvecWarps * 1024 : 0;
   }
-  cut.x_bytes = round_up(x_bytes, 16);
-  cut.partials_at = round_up(kMatvecWarps * cut.x_bytes, 128);
-  const int unit_bytes = needs.unit_partials * n_rows * 4;
+  int scratch = AttentionScratch::kMergeBytes;
+  for (int form = 0; form < 2; ++form) {
+    const DecodeNeeds::Form& need = needs.forms[form];
+    if (!need.used) continue;
+    const int one_chunk = x_chunk_bytes(n_rows, x_group_bytes(form));
+    LinearCut& linear = cut.forms[form];
+    linear.x_bytes = round_up(wish.x_at_once ? std::max(one_chunk, n_rows * need.x_all_bytes) : one_chunk, 16);
+    linear.partials_at = round_up(kMatvecWarps * linear.x_bytes, 128);
+    const int partials = std::max(need.unit_partials, wish.whole_batches ? need.batch_partials : 0);
+    scratch = std::max(scratch, linear.partials_at + 2 * std::max(partials * n_rows * 4, kPartialBytes));
+  }
   const int attention = needs.attention_bytes > 0 ? needs.attention_bytes + n_rows * needs.attention_row_bytes : 0;
   const int small = static_cast<int>(sizeof(DecodeShared)) + 2 * n_rows * round_up(needs.sum_groups, 4) * 4;
-  // Few partial sums, so that the ring is long; more only where attention needs the room anyway.
-  int partial_bytes = std::max(unit_bytes, kPartialBytes);
-  if (attention - cut.partials_at > 2 * partial_bytes) partial_bytes = (attention - cut.partials_at) / 2 / 16 * 16;
-  cut.partial_floats = partial_bytes / 4;
-  const int scratch = cut.partials_at + 2 * partial_bytes;
-  cut.scratch_bytes = round_up(scratch > attention ? scratch : attention, 128);
-  if (cut.scratch_bytes < AttentionScratch::kMergeBytes) cut.scratch_bytes = round_up(AttentionScratch::kMergeBytes, 128);
+  cut.scratch_bytes = round_up(std::max(scratch, attention), 128);
+  // What another form or attention needs anyway is room for partial sums.
+  for (LinearCut& linear : cut.forms) linear.partial_floats = (cut.scratch_bytes - linear.partials_at) / 2 / 16 * 4;
   const int left = shared_per_block - cut.scratch_bytes - cut.residual_bytes - cut.vector_bytes - small;
   // Slots with all the stages that phases like to have in one, if there are three of them, else with one stage. Attention by itself has no
   // weights.
@@ -250,16 +262,22 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, i
 
 }  // namespace
 
-// The residual and the norms' vectors in shared memory where three slots of the ring remain; then x of all chunks at once where that costs
-// at most one of them.
+// The residual and the norms' vectors in shared memory where three slots of the ring remain; then x of all chunks at once, and partial sums of
+// all units of a block, where each costs at most one of them.
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
   constexpr int kSlots = 3;
-  const int one_chunk = x_chunk_bytes(n_rows, needs.group_bytes), all_chunks = std::max(one_chunk, n_rows * needs.x_all_bytes);
+  const int slot_bytes = std::max(needs.slot_bytes, needs.attention_slot_bytes);
+  const auto cut = [&](bool x_at_once, bool whole_batches, bool near_by) { return cut_with(needs, n_rows, shared_per_block, {x_at_once, whole_batches, near_by}); };
+  const auto affords = [&](const DecodeCut& more, const DecodeCut& less) {
+    return more.n_slots >= kSlots && more.slot_bytes == less.slot_bytes && more.n_slots + 1 >= less.n_slots;
+  };
   for (const bool near_by : {true, false}) {
-    const DecodeCut one = cut_with(needs, n_rows, shared_per_block, one_chunk, near_by);
-    const DecodeCut all = cut_with(needs, n_rows, shared_per_block, all_chunks, near_by);
-    if (all.n_slots >= kSlots && all.slot_bytes == one.slot_bytes && all.n_slots + 1 >= one.n_slots) return all;
-    if (!near_by || (one.n_slots >= kSlots && one.slot_bytes == std::max(needs.slot_bytes, needs.attention_slot_bytes))) return one;
+    const DecodeCut one = cut(false, false, near_by), all = cut(true, false, near_by);
+    const bool at_once = affords(all, one);
+    const DecodeCut& chosen = at_once ? all : one;
+    const DecodeCut whole = cut(at_once, true, near_by);
+    if (near_by && !at_once && !(one.n_slots >= kSlots && one.slot_bytes == slot_bytes)) continue;
+    return affords(whole, chosen) ? whole : chosen;
   }
   return {};
 }
@@ -268,10 +286,10 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   BERYL_CHECK(args.n_rows >= 1 && args.n_rows <= kDecodeRows && cut.n_slots > 0, "the decode kernel takes 1 to 8 rows");
   args.slot_bytes = cut.slot_bytes;
   args.n_slots = cut.n_slots;
-  args.x_bytes = cut.x_bytes;
-  args.partials_at = cut.partials_at;
-  args.partial_floats = cut.partial_floats;
-  args.partial_row_floats = cut.partial_floats / args.n_rows;
+  for (int form = 0; form < 2; ++form) {
+    args.cuts[form] = cut.forms[form];
+    args.cuts[form].partial_row_floats = cut.forms[form].partial_floats / args.n_rows;
+  }
   args.scratch_at = cut.n_slots * cut.slot_bytes;
   args.residual_at = cut.residual_bytes > 0 ? args.scratch_at + cut.scratch_bytes : 0;
   args.vectors_at = cut.vector_bytes > 0 ? args.scratch_at + cut.scratch_bytes + cut.residual_bytes : 0;

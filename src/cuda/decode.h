@@ -18,9 +18,7 @@ namespace beryl::cuda {
 struct DecodeCut {
   int slot_bytes = 0;
   int n_slots = 0;
-  int x_bytes = 0;
-  int partials_at = 0;
-  int partial_floats = 0;
+  LinearCut forms[2] = {};          // without partial_row_floats
   int scratch_bytes = 0;
   int residual_bytes = 0;           // 0: the residual is in device memory
   int vector_bytes = 0;
@@ -32,9 +30,12 @@ struct DecodeCut {
 struct DecodeNeeds {
   int slot_bytes = 0;               // of a slot with all the stages that a phase likes to have in one
   int stage_bytes = 0;              // of a slot with one stage
-  int group_bytes = 256;            // of a group of x (codec.cuh)
-  int x_all_bytes = 0;              // of all chunks of the widest x without a norm, a warp and row
-  int unit_partials = 0;            // floats, a row of x
+  struct Form {                     // of x
+    bool used = false;
+    int x_all_bytes = 0;            // of all chunks of the widest x without a norm, a warp and row
+    int unit_partials = 0;          // floats, a row of x
+    int batch_partials = 0;         // likewise, of all units of a block, where x comes in several chunks: then it need not be taken twice
+  } forms[2];
   int attention_bytes = 0;          // without rows,
   int attention_row_bytes = 0;      // and for each row
   int attention_slot_bytes = 0;     // the least that a slot of the ring must hold for it
@@ -47,6 +48,8 @@ DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block)
 // Scratch of attention units without rows, and for each row; the smallest slot of the ring.
 int attention_scratch_bytes(int head_dim, int heads_of_kv);
 int attention_row_bytes(int head_dim);
+// The form of x (LinearCut) that a format is multiplied with.
+int decode_x_form(Format format);
 // Formats whose x is integers without sums (kShortX).
 bool decode_takes_plain_integers(Format format);
 int attention_slot_bytes(int head_dim);

@@ -304,7 +304,12 @@ __device__ __forceinline__ void copy_attention(const DecodeArgs& args, unsigned 
         barrier_wait_suspended(&small->task_empty[n_tasks & 1], (n_tasks >> 1 & 1) ^ 1);
         find_task(block, p, place, first, small->tasks[n_tasks & 1]);
         if (block.lane == 0) barrier_arrive(&small->task_full[n_tasks & 1]);
-        if (!has_turn) barrier_wait_suspended(&small->hand_over, turn);
+        if (!has_turn) {
+          barrier_wait_suspended(&small->hand_over, turn);
+          // What the last attention phase's merge put back is there before anything that this block makes from here on, and so before the sums of
+          // the next attention phase but one, which come to the same place.
+          __threadfence();
+        }
       }
       copiers_barrier();
       if (!has_turn) {
@@ -433,10 +438,13 @@ struct AttentionStep {
   __device__ __forceinline__ float& new_scale(int row, bool is_values) const {
     return reinterpret_cast<float*>(scratch + AttentionScratch::kNewScalesAt)[row * 2 + (is_values ? 1 : 0)];
   }
-  // All values are asked for before the first is looked at.
+  // All values are asked for before the first is looked at. Where many blocks ask, they wait for one word first: what they all load again and
+  // again takes the bandwidth of the L2.
   __device__ __forceinline__ void load_head(Head& head, int half, const PhaseRows& rows, int row, int col) const {
+    constexpr int kManyUnits = 8;
     const float* from = rows.values + row * int64_t{rows.stride} + col + lane * 4;
     const uint32_t flag = rows.exchange ? flag_of(row) : 0, mask = rows.exchange ? ~1u : ~0u;
+    if (rows.exchange && u.n_units > kManyUnits) await_word(rows.values + row * int64_t{rows.stride} + col + 2 * half - 1, flag);
     uint4 bits[kHeadGroups][2] = {};
     for (uint32_t polls = 0;;) {
       uint32_t wrong = 0;
@@ -832,14 +840,14 @@ struct AttentionStep {
         store_common_words(p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + head) * dim + col,
                            make_uint4(result(v.x), result(v.y), result(v.z), result(v.w)));
       } else {
-        store_common_words(args.partial_sums + ((int64_t{u.row} * p.n_heads + u.first_head + head) * kMaxDecodeUnits + u.unit) * dim + col,
+        store_common_words(p.partial_sums + ((int64_t{u.row} * p.n_heads + u.first_head + head) * kMaxDecodeUnits + u.unit) * dim + col,
                            make_uint4(never_all_ones(v.x), never_all_ones(v.y), never_all_ones(v.z), never_all_ones(v.w)));
       }
     }
     // As many as the merge has readers: one that nobody takes would wait for a layer with wider heads.
     if (!whole && warp < u.n_heads && lane < dim / kMergeColumns) {
       const int64_t at = (int64_t{u.row} * p.n_heads + u.first_head + warp) * kMaxDecodeUnits + u.unit;
-      store_common_pair(args.partial_states + at * kStateCopies + lane, never_all_ones(state[kUnitHeads + warp]),
+      store_common_pair(p.partial_states + at * kStateCopies + lane, never_all_ones(state[kUnitHeads + warp]),
                         never_all_ones(state[2 * kUnitHeads + warp]));
     }
   }
@@ -913,8 +921,8 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
   const int dim = p.cache.head_dim, lane = block.lane, group = lane / kMergeLanes;
   const int n_own = n_warps == 1 ? n_units : (n_units - first + kMergeWarps - 1) / kMergeWarps;
   const int64_t at = (int64_t{row} * p.n_heads + head) * kMaxDecodeUnits + first;
-  float2* states = block.args.partial_states + (at + lane * n_warps) * kStateCopies + column_block;
-  float* sums = block.args.partial_sums + (at + group * n_warps) * dim + column_block * kMergeColumns + lane % kMergeLanes * 4;
+  float2* states = p.partial_states + (at + lane * n_warps) * kStateCopies + column_block;
+  float* sums = p.partial_sums + (at + group * n_warps) * dim + column_block * kMergeColumns + lane % kMergeLanes * 4;
   const int stride = kMergeGroups * n_warps * dim;
   // The lane's units, one of each kMergeGroups: function(i, address, whether there is such a unit). Steps from unit to unit; no address is kept.
   const auto for_sums = [&](auto&& function) {
@@ -999,7 +1007,6 @@ __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_
   const int column_bits = 31 - __clz(p.cache.head_dim / kMergeColumns), n_tasks = p.n_heads << column_bits, n_blocks = static_cast<int>(gridDim.x);
   // The next task of this warp, and of its eight.
   int warp_task = block_index() + block.warp * n_blocks, eight_task = block_index() + block.warp / kMergeWarps * n_blocks;
-  bool merged = false;
 #pragma unroll 1
   for (int row = 0; row < block.args.n_rows; ++row) {
     const int n_units = decode_units(block.small->positions[row], p.window).count;
@@ -1007,7 +1014,6 @@ __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_
     const bool alone = n_units <= kMergeShare;
     const int step = (alone ? kMatvecWarps : kMatvecWarps / kMergeWarps) * n_blocks;
     int task = alone ? warp_task : eight_task;
-    merged |= task < n_tasks;
 #pragma unroll 1
     for (; task < n_tasks; task += step)
       merge_columns(block, p, row, task >> column_bits, task & ((1 << column_bits) - 1), n_units, alone ? 0 : block.warp % kMergeWarps,
@@ -1015,8 +1021,6 @@ __device__ __noinline__ void merge(uint32_t args_at, uint32_t shared_at, uint32_
     if (alone) warp_task = task - n_tasks;
     else eight_task = task - n_tasks;
   }
-  // What was put back must be there before the next launch or layer leaves its sums.
-  if (merged) __threadfence();
 }
 
 template <class Function, class Stamp>

@@ -17,7 +17,7 @@ __device__ __forceinline__ LinearShare linear_share(const DecodeArgs& args, cons
   int block = block_index() + s.rotation;
   if (block >= static_cast<int>(gridDim.x)) block -= static_cast<int>(gridDim.x);
   const BlockUnits units = block_units(s.units_each, s.units_more, block);
-  const int fit = static_cast<int>(__umulhi(static_cast<uint32_t>(args.partial_row_floats), s.unit_partials_inverse));
+  const int fit = static_cast<int>(__umulhi(static_cast<uint32_t>(args.cuts[s.form].partial_row_floats), s.unit_partials_inverse));
   return {units.first, units.count, max(min(units.count, fit), 1)};
 }
 
@@ -65,8 +65,9 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     buffer = block.small->places[block.warp].buffer;
   }
   const bool adds = start.path & kAdds, is_short = kRows <= 4 && (start.path & kShortX), ends_short = kRows <= 4 && (start.path & kShortFinish);
-  const int n_chunks = start.n_chunks;
-  const bool all = (n_chunks > 1 || (is_short && !adds)) && start.x_all_bytes * count_rows<kRows>(args) <= args.x_bytes;
+  if (start.path & kOtherForm) DecodeBlock::barrier();      // partial sums are still read where x comes
+  const int n_chunks = start.n_chunks, form = start.share.form;
+  const bool all = (n_chunks > 1 || (is_short && !adds)) && start.x_all_bytes * count_rows<kRows>(args) <= args.cuts[form].x_bytes;
   const bool direct = adds && (is_short || LinearBlock<kRows, false>(DecodeBlock(args, afresh(shared)), *afresh(phase)).direct());
   if (is_short) {
     const DecodeBlock block(args, afresh(shared));
@@ -117,7 +118,7 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
       });
     }
     const DecodeBlock block(args, afresh(shared));
-    const float* partials = reinterpret_cast<const float*>(block.scratch + args.partials_at) + buffer * args.partial_floats;
+    const float* partials = reinterpret_cast<const float*>(block.scratch + args.cuts[form].partials_at) + buffer * args.cuts[form].partial_floats;
     if (kRows <= 4 && ends_short) {
       const ShortFinish<kRows> finish(block, *afresh(phase));
       before_barrier();

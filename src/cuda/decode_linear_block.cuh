@@ -21,17 +21,17 @@ constexpr int row_tiles(int rows) { return rows > 4 ? 2 : 1; }
 __device__ __forceinline__ XForm x_form(Format format) {
   return format == Format::kBf16 ? XForm::kBf16 : format == Format::kF16 || format == Format::kFp8 ? XForm::kF16 : XForm::kInt16;
 }
-__device__ __forceinline__ int group_bytes(XForm form) { return form == XForm::kInt16 ? 256 : 512; }
+__device__ __forceinline__ int group_bytes(XForm form) { return x_group_bytes(form == XForm::kInt16 ? 0 : 1); }
 
 // The x of one warp: digits of its groups (up to 2 a chunk) of each row, then sums of 32 columns, then scales. Of all
-// chunks where args.x_bytes has room for them (of the phases without a residual), else of the one that is being multiplied.
+// chunks where LinearCut::x_bytes has room for them (of the phases without a residual), else of the one that is being multiplied.
 struct WarpX {
   unsigned char* codes;             // [chunk][2][rows][bytes of a group]
   float* sums;                      // [chunk][2][rows][4]
   float* scales;                    // [chunk][2][rows]
   __device__ __forceinline__ WarpX(const DecodeBlock& block, int n_rows, int bytes_of_group, int n_chunks, int chunk) {
     const int groups = 2 * n_rows * n_chunks, first = 2 * n_rows * chunk;
-    unsigned char* begin = block.scratch + block.warp * block.args.x_bytes;
+    unsigned char* begin = block.scratch + block.warp * block.args.cuts[bytes_of_group == x_group_bytes(0) ? 0 : 1].x_bytes;
     codes = begin + first * bytes_of_group;
     sums = reinterpret_cast<float*>(begin + groups * bytes_of_group) + first * 4;
     scales = reinterpret_cast<float*>(begin + groups * (bytes_of_group + 16)) + first;

@@ -66,7 +66,8 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
   RingPlace ring = {place.slot, place.parity};
   const int lane = block.lane, n_rows = count_rows<kRows>(args), n_slots = args.n_slots, slot_bytes = args.slot_bytes, stage_bytes = p.stream.stage_bytes;
   const int slot_stages = stages_of_slot(args, p.stream), unit_floats = p.stream.unit_partials * n_rows;
-  float* partials = reinterpret_cast<float*>(block.scratch + args.partials_at) + m.buffer * args.partial_floats + block.warp * n_rows * kTileRows;
+  const LinearCut& cut = args.cuts[Codec::kX == XForm::kInt16 ? 0 : 1];
+  float* partials = reinterpret_cast<float*>(block.scratch + cut.partials_at) + m.buffer * cut.partial_floats + block.warp * n_rows * kTileRows;
   const unsigned char* const codes_at = shared + block.warp * kTile.code_bytes;
   const unsigned char* const meta_at = shared + p.tile_codes + block.warp * kTile.meta_bytes;
 #pragma unroll 1

@@ -18,6 +18,8 @@ inline constexpr int kDecodeRows = 8;           // rows of x for one reading of 
 // and products by batch_linear.h, where it takes them. The bits are the same.
 inline constexpr int kWholeStepRows = 4;
 // Shared memory of a warp's digits, sums and scales (codec.cuh) in one chunk, which has two groups of 128 columns.
+// Forms of x by bytes of a group of 128 columns: 0 are integers, 1 are 16-bit floats (LinearCut).
+BERYL_HOST_DEVICE constexpr int x_group_bytes(int form) { return form == 0 ? 256 : 512; }
 BERYL_HOST_DEVICE constexpr int x_chunk_bytes(int n_rows, int group_bytes) { return 2 * n_rows * (group_bytes + 20); }
 inline constexpr int kTensorMapBytes = 128;      // of a tensor map (tensor_map.h)
 inline constexpr int kDecodeStamps = 4;         // times of a block in a phase: its begin, x ready, products done, its end
@@ -40,10 +42,20 @@ struct PhaseRows {
   bool exchange;
 };
 
+// How the scratch of a linear phase is cut: x of each warp, then two buffers of partial sums. Phases whose groups of x have 512 bytes (form 1)
+// have another cut than those of 256 (form 0), so that these need not have room for both: a block takes a barrier where the form changes.
+struct LinearCut {
+  int32_t x_bytes;                  // of one warp
+  int32_t partials_at;              // from the scratch's begin
+  int32_t partial_floats;           // of one of the two buffers,
+  int32_t partial_row_floats;       // and a row's share of it
+};
+
 // Which units of a matrix are whose, and how many of them are made at a time.
 struct alignas(16) WorkShare {
   int32_t units_each, units_more;   // block_units (matvec_layout.h)
-  int32_t rotation;                 // below the number of blocks, added to a block's: so that the same ones do not always have more
+  int16_t rotation;                 // below the number of blocks, added to a block's: so that the same ones do not always have more
+  int16_t form;                     // LinearCut
   uint32_t unit_partials_inverse;   // the upper half of i · this is i / unit_partials, for i below 2^16
 };
 
@@ -70,6 +82,7 @@ enum LinearPath : uint32_t {
   kShortX = 2,                      // decode_short.cuh, up to 4 rows
   kNearX = 4,                       // of those: an AddNorm and a norm whose weights come ahead, where there is room for them
   kShortFinish = 8,                 // ShortFinish (decode_finish.cuh), likewise
+  kOtherForm = 16,                  // the linear phase before has another form of x (LinearCut)
 };
 inline constexpr int32_t kNotAtOnce = 1 << 24;     // LinearStart::x_all_bytes where x is prepared chunk by chunk
 
@@ -127,6 +140,9 @@ struct AttentionPhase {
   const float* q_rope;              // [n_rows][2][head_dim / 2]
   const float* k_rope;
   CacheView cache;
+  // Of attention phases in turn: what a merge puts back need not be there yet when the next phase leaves its sums.
+  float* partial_sums;              // [n_rows][heads][kMaxDecodeUnits][head_dim], all ones where nothing waits
+  float2* partial_states;           // [n_rows][heads][kMaxDecodeUnits][16], likewise
   const void* maps;                 // of the cache's keys and values (tensor_map.h); null where there is no tensor copy engine
   const int32_t* table;             // [max_sequences][n_entries]
   int32_t n_entries;
@@ -163,18 +179,13 @@ struct DecodeArgs {
   float* residual;                  // [blocks][kDecodeRows][residual_cols]: each block's own copy where it does not fit into shared memory
   int64_t residual_cols;
   float* residual_out;              // [n_rows] rows, residual_cols apart: where the last block puts it; null: nowhere
-  float* partial_sums;              // [n_rows][heads][kMaxDecodeUnits][head_dim], all ones where nothing waits
-  float2* partial_states;           // [n_rows][heads][kMaxDecodeUnits][16], likewise
   uint32_t* flags;                  // [kDecodeRows]: launches that wrote the row so far; then the count of finished blocks
 
   uint64_t* timeline;               // [phases][blocks][kDecodeStamps] cycles of the block's multiprocessor, or null; for one row
 
   // Cut of shared memory, in bytes.
   int32_t slot_bytes, n_slots;
-  int32_t x_bytes;                  // of one warp
-  int32_t partials_at;              // from the scratch's begin
-  int32_t partial_floats;           // of one of the two buffers,
-  int32_t partial_row_floats;       // and a row's share of it
+  LinearCut cuts[2];                // by form
   int32_t scratch_at, small_at;     // from the shared memory's begin
   int32_t residual_at;              // likewise, of the residual [n_rows][residual_cols]; 0: it is in `residual`
   int32_t vectors_at;               // likewise, of norm weights [warps][256]; 0: there is no room

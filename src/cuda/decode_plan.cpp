@@ -59,14 +59,14 @@ class Planner {
 
   void need(DecodeNeeds& needs, const Linear& linear) const {
     for (const MatrixPiece& piece : matrix(linear).pieces) {
-      const TileShape tile = tile_shape(piece.plan.format);
       const int stages = std::min(slot_stages(piece.plan.format), piece.plan.n_stages);
       needs.stage_bytes = std::max(needs.stage_bytes, piece.plan.stage_bytes);
       needs.slot_bytes = std::max(needs.slot_bytes, stages * piece.plan.stage_bytes);
-      needs.unit_partials = std::max(needs.unit_partials, piece.plan.stage_tiles() * piece.plan.n_chunks() * kTileRows);
-      const int group_bytes = tile.columns == 64 || piece.plan.format == Format::kFp8 ? 512 : 256;
-      needs.group_bytes = std::max(needs.group_bytes, group_bytes);
-      if (!linear.norm.present) needs.x_all_bytes = std::max(needs.x_all_bytes, piece.plan.n_chunks() * x_chunk_bytes(1, group_bytes));
+      const int form = decode_x_form(piece.plan.format);
+      DecodeNeeds::Form& x = needs.forms[form];
+      x.used = true;
+      x.unit_partials = std::max(x.unit_partials, piece.plan.stage_tiles() * piece.plan.n_chunks() * kTileRows);
+      if (!linear.norm.present) x.x_all_bytes = std::max(x.x_all_bytes, piece.plan.n_chunks() * x_chunk_bytes(1, x_group_bytes(form)));
     }
     // Sums of squares, of a norm or of what is added to the residual.
     const int64_t cols = program_.matrix(linear.weight).cols();

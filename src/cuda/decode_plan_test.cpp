@@ -210,15 +210,15 @@ TEST_F(PlanTest, GateAndUpOfTwoFormatsAreTwoPhases) {
 
 TEST_F(PlanTest, SharedMemoryIsEnoughForWhatIsCut) {
   for (const int shared : {227 * 1024, 163 * 1024, 99 * 1024}) {
-    for (const int x : {256, 512}) {
+    for (const int x : {0, 256, 512}) {
       for (const int units : {240, 960, 4096}) {
         for (const int attention : {0, 20000, 60000}) {
           DecodeNeeds needs;
           needs.stage_bytes = 15872;
           needs.slot_bytes = 2 * 15872;
-          needs.group_bytes = x;
-          needs.x_all_bytes = 4 * x_chunk_bytes(1, x);
-          needs.unit_partials = units;
+          // Formats of one form, or of both as in a model with another head.
+          for (const int form : x == 0 ? std::vector<int>{0, 1} : std::vector<int>{x == 256 ? 0 : 1})
+            needs.forms[form] = {true, 4 * x_chunk_bytes(1, x_group_bytes(form)), units, 2 * units};
           needs.attention_bytes = attention;
           needs.attention_row_bytes = 2048;
           needs.attention_slot_bytes = attention > 0 ? 16384 : 0;
@@ -230,10 +230,15 @@ TEST_F(PlanTest, SharedMemoryIsEnoughForWhatIsCut) {
             EXPECT_GE(cut.n_slots, 2);
             EXPECT_GE(cut.slot_bytes, needs.attention_slot_bytes);
             EXPECT_EQ(cut.slot_bytes % 128, 0) << "the copy engine writes whole lines";
-            EXPECT_GE(cut.partial_floats, units * rows) << "a unit's sums fit";
             EXPECT_GE(cut.scratch_bytes, attention);
-            EXPECT_LE(cut.partials_at + 2 * cut.partial_floats * 4, cut.scratch_bytes);
-            EXPECT_LE(kMatvecWarps * cut.x_bytes, cut.partials_at);
+            for (int form = 0; form < 2; ++form) {
+              const LinearCut& linear = cut.forms[form];
+              if (!needs.forms[form].used) continue;
+              EXPECT_GE(linear.x_bytes, x_chunk_bytes(rows, x_group_bytes(form)));
+              EXPECT_GE(linear.partial_floats, units * rows) << "a unit's sums fit";
+              EXPECT_LE(linear.partials_at + 2 * linear.partial_floats * 4, cut.scratch_bytes);
+              EXPECT_LE(kMatvecWarps * linear.x_bytes, linear.partials_at);
+            }
           }
           EXPECT_GT(cut_decode(needs, 1, 227 * 1024).n_slots, 2) << "one row fits on a large GPU";
           DecodeNeeds alone;                           // attention by itself

@@ -11,12 +11,15 @@ __device__ __forceinline__ uint32_t flags_missing(uint4 v, uint32_t flag) {
   return ((v.x ^ flag) | (v.y ^ flag) | (v.z ^ flag) | (v.w ^ flag)) & 1u;
 }
 // Vectors of exchange rows, side by side. The warp waits for its very last one alone first: what all blocks load again and again until
-// it is there takes the bandwidth of the L2. Then each lane asks again only for those that it lacks.
+// it is there takes the bandwidth of the L2. Then each lane asks again only for those that it lacks. expected: that they are there already.
 template <int kCount>
-__device__ __forceinline__ void load_exchange_vectors(const float* const (&from)[kCount], const uint32_t (&flag)[kCount], float4 (&v)[kCount]) {
+__device__ __forceinline__ void load_exchange_vectors(const float* const (&from)[kCount], const uint32_t (&flag)[kCount], float4 (&v)[kCount],
+                                                      bool expected = false) {
   uint32_t polls = 0;
-  const float* last = reinterpret_cast<const float*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from[kCount - 1]), 31));
-  while ((load_common_word(last + 3) ^ flag[kCount - 1]) & 1u) count_poll(polls);
+  if (!expected) {
+    const float* last = reinterpret_cast<const float*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from[kCount - 1]), 31));
+    while ((load_common_word(last + 3) ^ flag[kCount - 1]) & 1u) count_poll(polls);
+  }
   uint4 bits[kCount];
   uint32_t missing = 0;             // bit i: vector i
 #pragma unroll
@@ -69,7 +72,7 @@ struct ShortPath {
   // x as it is: kCount lots from (row, chunk) on, of neighbouring rows or else of neighbouring chunks. Shared memory has n_held chunks
   // from first_held on.
   template <int kCount, bool kRowsApart>
-  __device__ __forceinline__ void take_lots(int row, int chunk, int n_held, int first_held) const {
+  __device__ __forceinline__ void take_lots(int row, int chunk, int n_held, int first_held, bool expected = false) const {
     const float* from[2 * kCount];
     uint32_t flag[2 * kCount];
     int index[2 * kCount];
@@ -88,7 +91,7 @@ struct ShortPath {
     }
     float4 v[2 * kCount];
     if (p.x.exchange) {
-      load_exchange_vectors(from, flag, v);
+      load_exchange_vectors(from, flag, v, expected);
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * kCount; ++i) v[i] = __ldcg(reinterpret_cast<const float4*>(from[i]));
@@ -117,7 +120,7 @@ struct ShortPath {
   __device__ __forceinline__ void take_chunk(int chunk) const {
     if (!has_tile()) return;
     __syncwarp();                  // nobody reads the last chunk any more
-    take_lots<kLots, true>(0, chunk, 1, chunk);
+    take_lots<kLots, true>(0, chunk, 1, chunk, chunk > 0);
     __syncwarp();
   }
 
@@ -126,25 +129,28 @@ struct ShortPath {
   __device__ __forceinline__ void make_factors() const {
     constexpr int kVectors = 2;                            // for up to 4,096 columns
     const int n_tiles = p.cols / kTileRows;
-#pragma unroll 1
-    for (int row = 0; row < n_rows; ++row) {
-      const float* squares = p.add_squares + row * int64_t{p.add.stride};
-      const float* from[kVectors];
-      uint32_t flag[kVectors];
-      float4 v[kVectors];
+    const float* from[kLots * kVectors];
+    uint32_t flag[kLots * kVectors];
+    float4 v[kLots * kVectors];
+#pragma unroll
+    for (int lot = 0; lot < kLots; ++lot)
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int tile = block.lane * 4 + i * 128;
-        from[i] = squares + (tile < n_tiles ? tile : 0);
-        flag[i] = block.flag(row);
+        from[lot * kVectors + i] = p.add_squares + row_at(lot) * int64_t{p.add.stride} + (tile < n_tiles ? tile : 0);
+        flag[lot * kVectors + i] = block.flag(row_at(lot));
       }
-      load_exchange_vectors(from, flag, v);
-      float sum = 0;
+    load_exchange_vectors(from, flag, v);
+    float sums[kLots];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) sum = __fadd_rn(sum, block.lane * 4 + i * 128 < n_tiles ? sum_of_four(v[i]) : 0.0f);
-      const float factor = rsqrtf(__fmaf_rn(lane_sum(sum), p.inverse_cols, p.add_eps));
-      if (block.lane == 0) block.small->factors[row] = factor;
+    for (int lot = 0; lot < kLots; ++lot) {
+      sums[lot] = 0;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+        sums[lot] = __fadd_rn(sums[lot], block.lane * 4 + i * 128 < n_tiles ? sum_of_four(v[lot * kVectors + i]) : 0.0f);
     }
+    const float factor = rsqrtf(__fmaf_rn(lane_sums<kLots>(sums, block.lane), p.inverse_cols, p.add_eps));
+    if (block.lane % (32 / kLots) == 0) block.small->factors[row_at(block.lane * kLots / 32)] = factor;
     __syncwarp();
     if (block.lane == 0) barrier_arrive(&block.small->has_factors);
   }
@@ -177,6 +183,19 @@ struct ShortPath {
 #pragma unroll
       for (int i = 0; i < 2; ++i) weight[i] = norm_weight != nullptr ? *reinterpret_cast<const float4*>(norm_weight + i * 128) : make_float4(1, 1, 1, 1);
     }
+    // A residual in device memory is asked for before the wait.
+    float4 residual[kLots][2];
+    const auto load_residuals = [&] {
+#pragma unroll
+      for (int lot = 0; lot < kLots; ++lot) {
+        const int row = row_at(lot);
+        const float* own = near_residual + row * static_cast<int>(block.args.residual_cols) + first_column;
+        const float* from = kNear ? own : p.residual_in != nullptr ? p.residual_in + row * int64_t{p.residual_stride} + first_column : block.residual(row, first_column);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) residual[lot][i] = reinterpret_cast<const float4*>(from)[i * 32];
+      }
+    };
+    if (!kNear) load_residuals();
     float4 v[2 * kLots];
     {
       const float* from[2 * kLots];
@@ -191,15 +210,12 @@ struct ShortPath {
         }
       load_exchange_vectors(from, flag, v);
     }
-    float4 x[kLots][2], residual[kLots][2];
+    if (kNear) load_residuals();
+    float4 x[kLots][2];
 #pragma unroll
-    for (int lot = 0; lot < kLots; ++lot) {
-      const int row = row_at(lot);
-      const float* own = near_residual + row * static_cast<int>(block.args.residual_cols) + first_column;
-      const float* from = kNear ? own : p.residual_in != nullptr ? p.residual_in + row * int64_t{p.residual_stride} + first_column : block.residual(row, first_column);
+    for (int lot = 0; lot < kLots; ++lot)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) x[lot][i] = v[2 * lot + i], residual[lot][i] = reinterpret_cast<const float4*>(kNear ? own : from)[i * 32];
-    }
+      for (int i = 0; i < 2; ++i) x[lot][i] = v[2 * lot + i];
     float factor[kLots];
     if (add_norm) {
       barrier_wait(&block.small->has_factors, block.small->places[block.warp].factors);

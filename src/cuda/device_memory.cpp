@@ -319,8 +319,8 @@ class LayoutBuilder {
     layout_.decode_timeline = scratch("decode timeline", static_cast<int64_t>(longest) * device_.matvec.n_sms * kDecodeStamps * 8);
     layout_.decode_exchange = scratch("exchange rows", rows * plan.exchange_floats * 4);
     layout_.decode_residual = scratch("residual copies", int64_t{device_.matvec.n_sms} * kDecodeRows * plan.residual_cols * 4);
-    layout_.decode_partials = scratch("attention units", rows * plan.partial_floats * 4);
-    layout_.decode_states = scratch("attention unit states", rows * plan.partial_states * 8);
+    layout_.decode_partials = scratch("attention units", 2 * rows * plan.partial_floats * 4);
+    layout_.decode_states = scratch("attention unit states", 2 * rows * plan.partial_states * 8);
   }
 
   const Program& program_;

@@ -83,13 +83,10 @@ BERYL_HOST_DEVICE inline int64_t cache_scale_offset(int64_t page, int row, int h
 // ---- decoding: how the keys of one token are shared out (decode_attention.cuh) ----
 //
 // A unit is what one block multiplies at a time for one token and KV head, in tiles of a page: 64 slots, slot i holding a
-// position m with m % 64 == i. Global layers, and windows while all of them is live and short: unit u has `tiles` neighbouring
-// pages. Windows of whole pages: as many units as the window has pages, unit u has the pages p with p % units == u, of which at
+// position m with m % 64 == i. Global layers: unit u has `tiles` neighbouring pages. Windows of whole pages: as many units as the window has pages, unit u has the pages p with p % units == u, of which at
 // most two are live: the newest one up to the token's own position, and for the slots above it the one that is about to leave.
 // Other windows: a page a unit.
 inline constexpr int kMaxDecodeUnits = 132;    // as many as large GPUs have multiprocessors
-// So many pages are one unit: to multiply one more page takes less time than to merge two units.
-inline constexpr int kSingleUnitPages = 2;
 
 struct DecodeUnits {
   int count;
@@ -103,7 +100,6 @@ BERYL_HOST_DEVICE constexpr int window_units(int window) {
 }
 BERYL_HOST_DEVICE inline DecodeUnits decode_units(int position, int window) {
   const int n_pages = position / kPageTokens + 1;
-  if (n_pages <= kSingleUnitPages && (window <= 0 || n_pages * kPageTokens <= window)) return {1, n_pages, true};
   if (window > 0) {
     const int units = window_units(window);
     return {n_pages < units ? n_pages : units, 1, false};

@@ -126,14 +126,15 @@ TEST(IndexMathTest, DecodeUnitsAreFewAndAlike) {
     ASSERT_TRUE(units.neighbours);
     ASSERT_GE(units.count * units.tiles, n_pages);
     ASSERT_LT((units.count - 1) * units.tiles, n_pages) << "no unit without a page";
-    if (n_pages > kSingleUnitPages && n_pages <= kMaxDecodeUnits) {
+    if (n_pages <= kMaxDecodeUnits) {
       ASSERT_EQ(units.tiles, 1);
     }
     if (n_pages > kMaxDecodeUnits) {
       ASSERT_GT(units.count, kMaxDecodeUnits / 2);
     }
   }
-  EXPECT_EQ(decode_units(127, 1024).count, 1);
+  EXPECT_EQ(decode_units(63, 1024).count, 1);
+  EXPECT_EQ(decode_units(127, 1024).count, 2);
   EXPECT_EQ(decode_units(127, 100).count, 2) << "not all is live";
 }
 

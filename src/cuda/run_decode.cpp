@@ -34,7 +34,9 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   const int n_blocks = device_.matvec.n_sms;
   const int unit_partials = plan.stage_tiles() * plan.n_chunks() * kTileRows;
   const uint64_t inverse = ((uint64_t{1} << 32) + static_cast<uint64_t>(unit_partials) - 1) / static_cast<uint64_t>(unit_partials);
-  const WorkShare share = {plan.n_units / n_blocks, plan.n_units % n_blocks, index % n_blocks, static_cast<uint32_t>(inverse)};
+  const int form = decode_x_form(plan.format);
+  const WorkShare share = {plan.n_units / n_blocks, plan.n_units % n_blocks, static_cast<int16_t>(index % n_blocks), static_cast<int16_t>(form),
+                           static_cast<uint32_t>(inverse)};
   phase.stream = {share, weights, plan.unit_bytes, plan.n_stages, plan.stage_bytes, slot_stages(plan.format), unit_partials};
   phase.row_scales = plan.scales_offset != 0 ? reinterpret_cast<const float*>(weights + plan.scales_offset) : nullptr;
   phase.x = phase_rows(planned.x, 0);
@@ -89,19 +91,20 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   if (plan.row_warps == 1 && plan.k_warps >= kMatvecWarps - 1 && plan.n_chunks() <= 4 &&
       (phase.gated ? plan.n_chunks() == 1 : phase.epilogue == DecodeEpilogue::kStore))
     path |= kShortFinish;
-  const TileShape tile = tile_shape(plan.format);
-  const int group_bytes = tile.columns == 64 || plan.format == Format::kFp8 ? 512 : 256;
-  phase.start = {share, plan.n_chunks(), phase.residual || phase.has_norm ? kNotAtOnce : plan.n_chunks() * x_chunk_bytes(1, group_bytes), path};
+  phase.start = {share, plan.n_chunks(), phase.residual || phase.has_norm ? kNotAtOnce : plan.n_chunks() * x_chunk_bytes(1, x_group_bytes(form)), path};
   return phase;
 }
 
-AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned) const {
+AttentionPhase CudaExecutor::attention_phase(const PlannedPhase& planned, int index) const {
   const Attention& op = std::get<Attention>(program_.ops[static_cast<size_t>(planned.op)]);
   const TokenView token = token_view(op.cache);
   AttentionPhase phase = {};
   phase.q = phase_rows(planned.x, 0);
   phase.out = phase_rows(planned.y, 0);
   phase.cache = cache_view(op.cache);
+  const int64_t rows = std::min(limits_.max_tokens, kDecodeRows), half = index % 2;
+  phase.partial_sums = buffers_.as<float>(layout_.decode_partials) + half * rows * layout_.decode.partial_floats;
+  phase.partial_states = buffers_.as<float2>(layout_.decode_states) + half * rows * layout_.decode.partial_states;
   if (layout_.decode_maps >= 0) phase.maps = buffers_.as<uint8_t>(layout_.decode_maps) + int64_t{op.cache} * 2 * kTensorMapBytes;
   phase.table = token.table;
   phase.n_entries = token.n_entries;
@@ -167,6 +170,7 @@ void CudaExecutor::send_decode_phases() {
       int index = 0;
       DecodeNeeds needs = segment.needs;
       bool after_linear = false;
+      int form = -1, attentions = 0;
       for (const PlannedPhase& planned : segment.phases) {
         DecodePhase phase;
         std::memset(static_cast<void*>(&phase), 0, sizeof(phase));
@@ -182,10 +186,17 @@ void CudaExecutor::send_decode_phases() {
             needs.holds_vectors = true;
           }
           if (linear.residual) needs.residual_cols = static_cast<int>(layout_.decode.residual_cols);
+          const WorkShare& share = linear.stream.share;
+          if (form >= 0 && form != share.form) linear.start.path |= kOtherForm;
+          form = share.form;
+          if (linear.n_chunks > 1) {
+            int& most = needs.forms[form].batch_partials;
+            most = std::max(most, (share.units_each + (share.units_more > 0 ? 1 : 0)) * linear.stream.unit_partials);
+          }
           after_linear = true;
           streams.push_back(phase.linear.stream);
         } else {
-          phase.attention = attention_phase(planned);
+          phase.attention = attention_phase(planned, attentions++);
           after_linear = false;
           WeightStream stream = {};
           stream.weights = buffers_.as<uint8_t>(layout_.decode_phases) + phases.size() * sizeof(DecodePhase) + offsetof(DecodePhase, attention);
@@ -219,8 +230,8 @@ void CudaExecutor::send_decode_phases() {
   // Where no sum waits there are ones.
   const int64_t rows = std::min(limits_.max_tokens, kDecodeRows);
   if (layout_.decode.partial_floats > 0) {
-    check(cudaMemset(buffers_.as<float>(layout_.decode_partials), 0xff, static_cast<size_t>(rows * layout_.decode.partial_floats * 4)), "clearing sums");
-    check(cudaMemset(buffers_.as<float2>(layout_.decode_states), 0xff, static_cast<size_t>(rows * layout_.decode.partial_states * 8)), "clearing sums");
+    check(cudaMemset(buffers_.as<float>(layout_.decode_partials), 0xff, static_cast<size_t>(2 * rows * layout_.decode.partial_floats * 4)), "clearing sums");
+    check(cudaMemset(buffers_.as<float2>(layout_.decode_states), 0xff, static_cast<size_t>(2 * rows * layout_.decode.partial_states * 8)), "clearing sums");
   }
 }
 
@@ -241,8 +252,6 @@ bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& li
   args.residual = buffers_.as<float>(layout_.decode_residual);
   args.residual_cols = layout_.decode.residual_cols;
   if (segment.changes_residual) args.residual_out = buffers_.as<float>(layout_.rows[static_cast<size_t>(program_.residual_slot)]);
-  args.partial_sums = buffers_.as<float>(layout_.decode_partials);
-  args.partial_states = buffers_.as<float2>(layout_.decode_states);
   args.flags = buffers_.as<uint32_t>(layout_.decode_flags) + int64_t{list.index} * kDecodeFlagWords;
   if (takes_times_ && rows == 1 && segment.phases.size() > 1) args.timeline = buffers_.as<uint64_t>(layout_.decode_timeline);
   launch_decode(context_, args, cut, device_.matvec.n_sms);

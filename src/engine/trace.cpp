@@ -33,6 +33,7 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
   run.context = static_cast<int64_t>(longest) + request.n_greedy + 1;
   run.chunk_tokens = request.chunk_tokens;
   run.n_sequences = n_sequences;
+  run.cache_type = request.cache_type;
   // A step may hold one chunk of every sequence, and all its rows leave through the head.
   run.step_tokens = request.chunk_tokens * n_sequences;
   run.n_outputs = run.step_tokens;

@@ -15,6 +15,7 @@ struct TraceRequest {
   int chunk_tokens = 64;                         // rows of one sequence a step
   bool layers = false;
   int64_t n_greedy = 0;                          // ids to continue each sequence with
+  CacheType cache_type = CacheType::kDefault;
 };
 
 struct SequenceTrace {
