@@ -645,12 +645,12 @@ class StructuredTest(ServerTest):
         def ask(i):
             schema = {"type": "object", "properties": {f"{i} {j}": {"type": "string", "maxLength": 500} for j in range(40)}}
             self.chat(max_tokens=1, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-        for i in range(70):                              # more than are kept
+        for i in range(150):                             # more than are kept
             ask(i)
         before = memory()
-        for i in range(70, 140):
+        for i in range(150, 300):
             ask(i)
-        self.assertLess(memory(), before + 8_000)        # kB
+        self.assertLess(memory(), before + 20_000)       # kB; 150 of them are twice that, and the heap has gaps
 
 
 class LeavingTest(ServerTest):

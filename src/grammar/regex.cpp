@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMaxDepth = 64;
 constexpr int kMaxCountDepth = 2;
 constexpr int64_t kMaxCount = 100000;  // of one quantifier
-constexpr int64_t kMaxGroupCount = 200, kMaxWideCount = 50;   // likewise, of more than a class
+constexpr int64_t kMaxGroupCount = 100, kMaxWideCount = 10;   // likewise, of more than a class; those within each other multiplied
 constexpr int64_t kWideClass = 256;    // characters
 constexpr int64_t kMaxAtoms = 200000;  // characters and classes, each as often as it may be repeated
 constexpr size_t kMaxGrammarDepth = 200;
@@ -136,6 +136,7 @@ class RegexReader {
     std::string item_class;     // the item is one class: its characters that need no escape
     bool is_wide = false, item_is_wide = false;   // holds a class of many characters
     int count_depth = 0, item_count_depth = 0;  // counts within each other
+    int64_t count = 1, item_count = 1;          // the same, of more than a class, multiplied
   };
 
   [[noreturn]] void bad(size_t place, std::string_view why) const {
@@ -164,6 +165,7 @@ class RegexReader {
       group.is_all_empty = group.is_all_empty && group.item_may_be_empty;
       group.repeats = group.repeats || group.item_repeats;
       group.count_depth = std::max(group.count_depth, group.item_count_depth);
+      group.count = std::max(group.count, group.item_count);
       group.is_wide = group.is_wide || group.item_is_wide;
     }
     group.item.clear();
@@ -177,12 +179,13 @@ class RegexReader {
     return std::move(group.text);
   }
 
-  void atom(std::string text, int64_t n, bool is_wide, bool repeats = false, bool may_be_empty = false, int count_depth = 0) {
+  void atom(std::string text, int64_t n, bool is_wide, bool repeats = false, bool may_be_empty = false, int count_depth = 0, int64_t count = 1) {
     Group& group = groups_.back();
     finish_item(group);
     group.item = std::move(text);
     group.item_atoms = n;
     group.item_is_wide = is_wide;
+    group.item_count = count;
     group.item_repeats = repeats;
     group.item_may_be_empty = may_be_empty;
     group.item_count_depth = count_depth;
@@ -232,7 +235,7 @@ class RegexReader {
         const int64_t n = group.n_atoms;
         const bool may_be_empty = group.may_be_empty || group.is_all_empty, repeats = group.repeats;
         const bool is_wide = group.is_wide;
-        atom(fmt::format("({})", finished(group)), n, is_wide, repeats, may_be_empty, group.count_depth);
+        atom(fmt::format("({})", finished(group)), n, is_wide, repeats, may_be_empty, group.count_depth, group.count);
         return;
       }
       case '|': {
@@ -335,8 +338,11 @@ class RegexReader {
     // The library counts the characters of one class well, anything else by looking at each token anew. So counted
     // characters of a JSON string are those that need no escape.
     const bool counts = is_counted && count > 1;
-    if (const int64_t most = group.item_is_wide ? kMaxWideCount : kMaxGroupCount; counts && group.item_class.empty() && count > most)
+    const bool counts_group = counts && group.item_class.empty();
+    const int64_t product = group.item_count * (counts_group ? count : 1);
+    if (const int64_t most = group.item_is_wide ? kMaxWideCount : kMaxGroupCount; counts_group && product > most)
       unsupported(begin, fmt::format("a count above {} of more than one class of characters{}", most, group.item_is_wide ? ", a large one among them," : ""));
+    group.count = std::max(group.count, product);
     append(group, fmt::format("{}{}", counts && !group.item_class.empty() ? group.item_class : group.item, text));
     group.is_wide = group.is_wide || group.item_is_wide;
     group.item.clear();

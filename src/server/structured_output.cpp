@@ -120,6 +120,7 @@ void bind_generation(const ServedModel& model, const ReplyForm& form, const Tool
     const std::vector<std::string>& notes = generation.content->notes();
     generation.warnings.insert(generation.warnings.end(), notes.begin(), notes.end());
   } catch (const Error& error) {
+    // Errors of tools begin with their name.
     const bool is_content = !spec.calls || (form.kind != Kind::kText && std::string_view(error.what()).substr(0, 5) != "tools");
     const std::string field = is_content ? form.field : "tools";
     throw ApiError(400, fmt::format("'{}': {}", field, error.what()), field);
