@@ -460,7 +460,7 @@ class Parser {
 
   std::string dotted_name() {
     std::string name = any_name();
-    while (take_op(".")) name += "." + any_name();
+    while (take_op(".")) name.append(1, '.').append(any_name());
     return name;
   }
 
