@@ -1,6 +1,8 @@
 // beryl run: answers a prompt, or goes on with a text. On a terminal, without a prompt, it is beryl chat.
 #include <sys/resource.h>
 
+#include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -47,7 +49,11 @@ ConstraintSpec constraint_of(const RunOptions& options) {
   return {options.grammar.empty() ? Kind::kJsonSchema : Kind::kGrammar, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}};
 }
 
+// Of this process; getrusage's figure begins with what its parent had.
 int64_t peak_memory_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmHWM:")) return std::atoll(line.c_str() + 6) * 1024;
   rusage usage = {};
   getrusage(RUSAGE_SELF, &usage);
   return int64_t{usage.ru_maxrss} * 1024;

@@ -12,6 +12,7 @@
 #include <iterator>
 #include <map>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include <fmt/format.h>
@@ -142,7 +143,14 @@ ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads
   spin_time_ = n_threads > n_processors ? std::chrono::microseconds{0} : kSpinTime;
   n_to_wake_ = std::min(n_threads, n_processors) - 1;
   workers_.reserve(static_cast<size_t>(n_threads - 1));
-  for (int thread = 1; thread < n_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < n_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  } catch (const std::system_error& error) {
+    const size_t n_made = workers_.size() + 1;
+    stop();
+    throw Error(ErrorCode::kIo, fmt::format("the system lets this process have {} of {} threads ({}); --threads asks for fewer", n_made,
+                                                     n_threads, error.code().message()));
+  }
   const std::vector<std::vector<int>> cores = cores_of_threads(n_threads);
   for (size_t i = 0; i < cores.size(); ++i) {
     cpu_set_t set;
@@ -152,7 +160,9 @@ ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   {
     const std::lock_guard lock(mutex_);
     stop_.store(true);

@@ -31,7 +31,7 @@ namespace beryl {
 
 class ThreadPool {
  public:
-  // n_threads counts the calling thread; 0: usable_cores().
+  // n_threads counts the calling thread; 0: usable_cores(). Error(kIo) where the system does not allow so many.
   explicit ThreadPool(int n_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -52,6 +52,7 @@ class ThreadPool {
   }
 
  private:
+  void stop();                      // ends and joins the workers
   using Call = void (*)(void* body, int64_t begin, int64_t end, int thread);
 
   void run(int64_t n_items, int64_t chunk, void* body, Call call);

@@ -7,13 +7,18 @@
 #include <gtest/gtest.h>
 
 #include <sched.h>
+#include <sys/resource.h>
 #include <time.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <set>
 #include <stdexcept>
 #include <vector>
+
+#include "base/error.h"
 
 namespace beryl {
 namespace {
@@ -163,6 +168,27 @@ TEST(UsableCoresTest, ReadsQuotas) {
   EXPECT_LE(quota_of_cpu_max("-1\n 100000\n"), 0);
   EXPECT_LE(quota_of_cpu_max(""), 0);
   EXPECT_LE(quota_of_cpu_max("100000"), 0);
+}
+
+// In a process of its own, whose address space has no room for so many stacks.
+TEST(ThreadPoolDeathTest, ThreadsThatTheSystemRefusesAreAnError) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto make = [] {
+    std::ifstream file("/proc/self/statm");
+    rlim_t pages = 0;
+    file >> pages;
+    const rlim_t most = pages * 4096 + (rlim_t{100} << 20);
+    const rlimit limit = {most, most};
+    setrlimit(RLIMIT_AS, &limit);
+    try {
+      ThreadPool pool(1000);
+    } catch (const Error& error) {
+      std::fputs(error.what(), stderr);
+      std::exit(3);
+    }
+    std::exit(0);
+  };
+  EXPECT_EXIT(make(), testing::ExitedWithCode(3), "lets this process have .* of 1000 threads");
 }
 
 TEST(UsableCoresTest, AreBetweenOneAndAllHardwareThreads) {
