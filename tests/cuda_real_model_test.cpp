@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <ostream>
 #include <string>
 #include <tuple>
 
@@ -30,6 +31,9 @@ struct Cache {
   double logit_bound;               // docs/numerics.md
   const char* name;
 };
+
+void PrintTo(const RealModel& model, std::ostream* stream) { *stream << model.key; }
+void PrintTo(const Cache& cache, std::ostream* stream) { *stream << cache.name; }
 
 class CudaRealModel : public testing::TestWithParam<std::tuple<RealModel, Cache>> {
  protected:
