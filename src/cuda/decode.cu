@@ -2,6 +2,7 @@
 #include "cuda/decode.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "base/error.h"
 #include "cuda/decode_attention.cuh"
@@ -244,7 +245,10 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, c
   const int small = static_cast<int>(sizeof(DecodeShared)) + 2 * n_rows * round_up(needs.sum_groups, 4) * 4;
   cut.scratch_bytes = round_up(std::max(scratch, attention), 128);
   // What another form or attention needs anyway is room for partial sums.
-  for (LinearCut& linear : cut.forms) linear.partial_floats = (cut.scratch_bytes - linear.partials_at) / 2 / 16 * 4;
+  for (LinearCut& linear : cut.forms) {
+    linear.partial_floats = (cut.scratch_bytes - linear.partials_at) / 2 / 16 * 4;
+    linear.partial_row_floats = linear.partial_floats / n_rows;
+  }
   const int left = shared_per_block - cut.scratch_bytes - cut.residual_bytes - cut.vector_bytes - small;
   // Slots with all the stages that phases like to have in one, if there are three of them, else with one stage. Attention by itself has no
   // weights.
@@ -267,7 +271,9 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, c
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block) {
   constexpr int kSlots = 3;
   const int slot_bytes = std::max(needs.slot_bytes, needs.attention_slot_bytes);
-  const auto cut = [&](bool x_at_once, bool whole_batches, bool near_by) { return cut_with(needs, n_rows, shared_per_block, {x_at_once, whole_batches, near_by}); };
+  const auto cut = [&](bool x_at_once, bool whole_batches, bool near_by) {
+    return cut_with(needs, n_rows, shared_per_block, {x_at_once, whole_batches, near_by});
+  };
   const auto affords = [&](const DecodeCut& more, const DecodeCut& less) {
     return more.n_slots >= kSlots && more.slot_bytes == less.slot_bytes && more.n_slots + 1 >= less.n_slots;
   };
@@ -286,10 +292,7 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   BERYL_CHECK(args.n_rows >= 1 && args.n_rows <= kDecodeRows && cut.n_slots > 0, "the decode kernel takes 1 to 8 rows");
   args.slot_bytes = cut.slot_bytes;
   args.n_slots = cut.n_slots;
-  for (int form = 0; form < 2; ++form) {
-    args.cuts[form] = cut.forms[form];
-    args.cuts[form].partial_row_floats = cut.forms[form].partial_floats / args.n_rows;
-  }
+  std::copy(std::begin(cut.forms), std::end(cut.forms), args.cuts);
   args.scratch_at = cut.n_slots * cut.slot_bytes;
   args.residual_at = cut.residual_bytes > 0 ? args.scratch_at + cut.scratch_bytes : 0;
   args.vectors_at = cut.vector_bytes > 0 ? args.scratch_at + cut.scratch_bytes + cut.residual_bytes : 0;

@@ -18,7 +18,7 @@ namespace beryl::cuda {
 struct DecodeCut {
   int slot_bytes = 0;
   int n_slots = 0;
-  LinearCut forms[2] = {};          // without partial_row_floats
+  LinearCut forms[2] = {};
   int scratch_bytes = 0;
   int residual_bytes = 0;           // 0: the residual is in device memory
   int vector_bytes = 0;

@@ -83,9 +83,10 @@ BERYL_HOST_DEVICE inline int64_t cache_scale_offset(int64_t page, int row, int h
 // ---- decoding: how the keys of one token are shared out (decode_attention.cuh) ----
 //
 // A unit is what one block multiplies at a time for one token and KV head, in tiles of a page: 64 slots, slot i holding a
-// position m with m % 64 == i. Global layers: unit u has `tiles` neighbouring pages. Windows of whole pages: as many units as the window has pages, unit u has the pages p with p % units == u, of which at
-// most two are live: the newest one up to the token's own position, and for the slots above it the one that is about to leave.
-// Other windows: a page a unit.
+// position m with m % 64 == i. Global layers: unit u has `tiles` neighbouring pages, one where there are blocks enough, since to
+// merge two units takes less time than to multiply one more page. Windows of whole pages: as many units as the window has pages,
+// unit u has the pages p with p % units == u, of which at most two are live: the newest one up to the token's own position, and
+// for the slots above it the one that is about to leave. Other windows: a page a unit.
 inline constexpr int kMaxDecodeUnits = 132;    // as many as large GPUs have multiprocessors
 
 struct DecodeUnits {
