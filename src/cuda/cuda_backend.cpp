@@ -53,6 +53,7 @@ DeviceProperties find_device(int device) {
   properties.whole_steps = whole_steps == nullptr || std::string_view(whole_steps) != "0";
   try {
     properties.programmatic = has_programmatic_code();
+    properties.programmatic_grids = properties.programmatic && has_programmatic_grids();
   } catch (const Error&) {
     require_code(cudaGetLastError(), facts);
     throw;

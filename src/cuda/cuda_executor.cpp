@@ -31,7 +31,7 @@ CudaExecutor::CudaExecutor(const Program& program, const StepLimits& limits, con
       layout_(make_layout(program_, limits_, device_)),
       buffers_(layout_.allocations),
       stream_(make_stream()),
-      context_{stream_.get(), device.programmatic},
+      context_{stream_.get(), device.programmatic, device.programmatic_grids},
       staging_(make_pinned(static_cast<size_t>(layout_.input_bytes), "staging for inputs")),
       input_sent_(make_event()),
       sampled_host_(make_pinned(static_cast<size_t>(sampled_bytes(limits_)), "staging for samples")) {
@@ -170,6 +170,11 @@ void CudaExecutor::execute_range(size_t begin, size_t end) {
     if (next < segments.size() && segments[next].begin == static_cast<int>(i) && segments[next].end <= static_cast<int>(end) &&
         run_decode(segments[next], decode_segments_[next])) {
       i = static_cast<size_t>(segments[next].end);
+      continue;
+    }
+    const auto* sample = std::get_if<Sample>(&program_.ops[i]);
+    if (sample != nullptr && i + 1 < end && std::holds_alternative<Advance>(program_.ops[i + 1]) && sample_and_advance(*sample)) {
+      i += 2;
       continue;
     }
     std::visit([this](const auto& op) { execute(op); }, program_.ops[i]);

@@ -81,6 +81,8 @@ class CudaExecutor final : public Executor {
                       RowsView y, RowsView other, PlainEpilogue epilogue, float softcap);
   void norm_rows(RowsView x, const Norm& norm, int64_t cols, int64_t n_rows);
   void turn_ropes();
+  // Sample and the Advance behind it; false: they are launched one by one.
+  bool sample_and_advance(const Sample& op);
 
   // run_decode.cpp
   struct DecodeList {
@@ -108,6 +110,8 @@ class CudaExecutor final : public Executor {
   CacheView cache_view(int cache) const;
   TokenView token_view(int cache) const;
   SampleArgs sample_args(RowsView logits) const;
+  TurnRopesArgs ropes_args() const;
+  AdvanceArgs advance_args() const;
   template <class T>
   T* input(int64_t offset) const {
     return buffers_.as<T>(layout_.inputs, offset);

@@ -285,9 +285,9 @@ class LayoutBuilder {
     if (samples) {
       const int64_t rows = limits_.max_outputs;
       layout_.sample_values = scratch("sampler values", rows * program_.vocab * 4);
-      // Per chunk: largest, best, invalid, largest logit (4 bytes each), three sums (8 bytes each); per group two maxima.
+      // Per chunk: largest, best, invalid, largest logit (4 bytes each), three sums (8 bytes each); per group two maxima; a count.
       layout_.sample_scratch =
-          scratch("sampler scratch", rows * (sample_chunks(program_.vocab) * (4 * 4 + 3 * 8) + 2 * kMaxSampleGroups * 4));
+          scratch("sampler scratch", rows * (sample_chunks(program_.vocab) * (4 * 4 + 3 * 8) + 2 * kMaxSampleGroups * 4 + 4));
       layout_.sampled =
           scratch("sampled", rows * (static_cast<int64_t>(sizeof(DeviceSampled)) + kMaxLogprobs * 8));
     }

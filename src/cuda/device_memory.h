@@ -93,7 +93,7 @@ struct MemoryLayout {
 struct DeviceProperties {
   std::string name;
   int device = 0;
-  bool programmatic = false;
+  bool programmatic = false, programmatic_grids = false;   // LaunchContext
   bool has_fp8_cache = true;
   // Several ops in one launch of the decode kernel; with BERYL_WHOLE_STEPS=0 one op a launch, by the same code and with the same bits.
   bool whole_steps = true;

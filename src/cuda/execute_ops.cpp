@@ -324,6 +324,7 @@ SampleArgs CudaExecutor::sample_args(RowsView logits) const {
   args.chunk_raw_max = args.chunk_max + chunks;
   args.chunk_best = reinterpret_cast<int32_t*>(args.chunk_raw_max + chunks);
   args.chunk_invalid = args.chunk_best + chunks;
+  args.finished = reinterpret_cast<uint32_t*>(args.chunk_invalid + chunks);
   args.sampled = buffers_.as<DeviceSampled>(layout_.sampled);
   args.top_ids = reinterpret_cast<int32_t*>(args.sampled + rows);
   args.top_logprobs = reinterpret_cast<float*>(args.top_ids + rows * kMaxLogprobs);
@@ -335,8 +336,7 @@ void CudaExecutor::execute(const Sample& op) {
   launch_sample(context_, sample_args(view(op.logits)), n_outputs_, features_);
 }
 
-void CudaExecutor::turn_ropes() {
-  if (program_.ropes.empty()) return;
+TurnRopesArgs CudaExecutor::ropes_args() const {
   TurnRopesArgs args = {};
   args.positions = input<int32_t>(layout_.positions_at);
   args.n_ropes = static_cast<int>(program_.ropes.size());
@@ -345,16 +345,28 @@ void CudaExecutor::turn_ropes() {
     args.tables[i] = buffers_.as<float>(layout_.ropes[i]);
     args.n_pairs[i] = static_cast<int>(program_.ropes[i].frequencies.size());
   }
-  launch_turn_ropes(context_, args, n_tokens_);
+  return args;
+}
+
+void CudaExecutor::turn_ropes() {
+  if (!program_.ropes.empty()) launch_turn_ropes(context_, ropes_args(), n_tokens_);
+}
+
+AdvanceArgs CudaExecutor::advance_args() const {
+  return {input<int32_t>(layout_.ids_at), input<int32_t>(layout_.positions_at), input<DeviceSampling>(layout_.sampling_at),
+          buffers_.as<DeviceSampled>(layout_.sampled), ropes_args(), static_cast<int>(n_outputs_)};
+}
+
+bool CudaExecutor::sample_and_advance(const Sample& op) {
+  if (!has_sampling_ || n_outputs_ == 0 || features_.draws || features_.logprobs) return false;
+  launch_sample_and_advance(context_, sample_args(view(op.logits)), advance_args());
+  return true;
 }
 
 void CudaExecutor::execute(const Advance&) {
   // A step without sampling has nothing to advance to; one whose Sample ran before this range does.
   if (!has_sampling_ || n_outputs_ == 0) return;
-  launch_advance(context_, {input<int32_t>(layout_.ids_at), input<int32_t>(layout_.positions_at),
-                            input<DeviceSampling>(layout_.sampling_at), buffers_.as<DeviceSampled>(layout_.sampled),
-                            static_cast<int>(n_outputs_)});
-  turn_ropes();
+  launch_advance(context_, advance_args());
 }
 
 void CudaExecutor::execute(const CopyPages&) {

@@ -293,6 +293,7 @@ struct SampleArgs {
   double* chunk_kept_weight;        // [n_chunks] the same without min_p
   double* chunk_raw_sum;            // [n_chunks] sum of exp(logit - chunk_raw_max)
   float* chunk_raw_max;             // [n_chunks]
+  uint32_t* finished;               // [n_outputs] blocks of this launch that are done with the row; 0 between launches
   DeviceSampled* sampled;           // [n_outputs]
   int32_t* top_ids;                 // [n_outputs][kMaxLogprobs]
   float* top_logprobs;
@@ -308,17 +309,23 @@ struct SampleFeatures {
 };
 void launch_sample(const LaunchContext& context, const SampleArgs& args, int64_t n_outputs, SampleFeatures features);
 
+// The sampled ids become the next step's input: rows are those of the outputs. Turns the ropes of the new positions.
 struct AdvanceArgs {
   int32_t* ids;
   int32_t* positions;
   DeviceSampling* sampling;
   const DeviceSampled* sampled;
+  TurnRopesArgs ropes;
   int n_outputs;
 };
+// Sample and Advance in one launch, for rows that neither draw nor want log-probabilities: between two steps launches wait for each other.
+void launch_sample_and_advance(const LaunchContext& context, const SampleArgs& args, const AdvanceArgs& advance);
 void launch_advance(const LaunchContext& context, const AdvanceArgs& args);
 
 // Whether the code that this device runs was compiled with programmatic dependent launch: a newer device may run code made
 // for an older one, whose kernels do not wait.
 bool has_programmatic_code();
+// Whether the driver takes a cooperative kernel as a dependent one; tries it.
+bool has_programmatic_grids();
 
 }  // namespace beryl::cuda

@@ -14,14 +14,15 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   int shared_bytes = 0;             // dynamic
-  bool cooperative = false;         // all blocks are on the device at once; such a kernel waits for its predecessor's end
+  bool cooperative = false;         // all blocks are on the device at once
   const char* name = "";            // for error messages: the op
 };
 
 // What a launch needs to know of its surroundings.
 struct LaunchContext {
   cudaStream_t stream = nullptr;
-  bool programmatic = false;        // the device has programmatic dependent launch (compute capability 9.0 or later)
+  bool programmatic = false;        // the device has programmatic dependent launch (compute capability 9.0 or later),
+  bool programmatic_grids = false;  // and for cooperative kernels too: else these wait for their predecessor's end
 };
 
 inline void launch_raw(const LaunchContext& context, const LaunchShape& shape, const void* kernel, void* args) {
@@ -35,16 +36,18 @@ inline void launch_raw(const LaunchContext& context, const LaunchShape& shape, c
   config.blockDim = shape.block;
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = context.stream;
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
   if (shape.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
-  } else {
+  }
+  if (shape.cooperative ? context.programmatic_grids : context.programmatic) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  config.attrs = &attribute;
-  config.numAttrs = context.programmatic || shape.cooperative ? 1 : 0;
   void* arguments[] = {args};
   check(cudaLaunchKernelExC(&config, kernel, arguments), shape.name);
 }

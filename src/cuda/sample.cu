@@ -5,6 +5,9 @@
 //   select    a block a row: the choice
 //   logprobs  a block a row                                                   only when some row wants them
 //
+// Where no row draws or wants them, the block that is last done with a row's preparing makes the choice, and what the next step
+// starts from (Advance): one launch between two steps.
+//
 // The k best of a row are found through its groups: the k-th largest of the groups' largest values is a bound below
 // which no value matters, so only the groups that reach it are read again. Where too many values tie at the bound, and
 // for a nucleus larger than kNucleusTry, a radix search over the whole row finds the exact cut.
@@ -15,6 +18,7 @@
 #include "cuda/device.cuh"
 #include "cuda/index_math.h"
 #include "cuda/kernels.h"
+#include "cuda/next_step.cuh"
 #include "ops/sample.h"
 
 namespace beryl::cuda {
@@ -99,13 +103,12 @@ __device__ __forceinline__ double token_weight(float value, float largest, float
 
 // ---- prepare ----
 
-__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(SampleArgs args) {
+__device__ __forceinline__ void prepare(const SampleArgs& args, int64_t row, int64_t chunk) {
   __shared__ Best bests[kPrepareThreads / 32];
   __shared__ float raw_largest[kPrepareThreads / 32];
   __shared__ double raw_sums[32];
-  grid_wait();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t row = blockIdx.y, n_chunks = gridDim.x, chunk = blockIdx.x;
+  const int64_t n_chunks = sample_chunks(args.vocab);
   const int64_t first = chunk * kSampleChunk + threadIdx.x * kIdsPerThread;
   const DeviceSampling params = args.sampling[row];
   const float* logits = args.logits.values + row * args.logits.stride;
@@ -191,6 +194,11 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(SampleArgs arg
   }
 }
 
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(SampleArgs args) {
+  grid_wait();
+  prepare(args, blockIdx.y, blockIdx.x);
+}
+
 // The largest value of a row and the first id that has it; every thread of the block gets it.
 __device__ Best row_best(const SampleArgs& args, int64_t row, int64_t n_chunks, Best* scratch) {
   Best best = {-INFINITY, INT32_MAX};
@@ -202,6 +210,54 @@ __device__ Best row_best(const SampleArgs& args, int64_t row, int64_t n_chunks, 
   for (unsigned w = 0; w < blockDim.x / 32; ++w) best = better(best, scratch[w]);
   __syncthreads();
   return best;
+}
+
+// What a row comes to without drawing: no valid id, or its best one. Every thread of the block gets it.
+__device__ Best row_choice(const SampleArgs& args, int64_t row, Best* scratch, bool& valid) {
+  const int64_t n_chunks = sample_chunks(args.vocab);
+  int invalid = 0;
+  for (int64_t i = threadIdx.x; i < n_chunks; i += blockDim.x) invalid |= args.chunk_invalid[row * n_chunks + i];
+  invalid = __syncthreads_or(invalid);
+  const Best best = row_best(args, row, n_chunks, scratch);
+  valid = invalid == 0 && best.value > -INFINITY;
+  return best;
+}
+// By one thread.
+__device__ __forceinline__ void put_sampled(const SampleArgs& args, int64_t row, bool valid, int32_t id) {
+  args.sampled[row] = {valid ? id : -1, valid ? 1 : 0, 0.0f, 0};
+  if (valid && args.sampling[row].uses_history != 0) ++args.history[args.sequences[args.output_rows[row]] * args.vocab + id];
+}
+
+// ---- prepare, select and Advance, where nobody draws ----
+
+struct ChooseArgs {
+  SampleArgs sample;
+  AdvanceArgs advance;
+};
+// Blocks of a row: one a chunk, then one a rope.
+__global__ void __launch_bounds__(kPrepareThreads) choose_kernel(ChooseArgs both) {
+  __shared__ Best bests[32];
+  grid_wait();
+  const SampleArgs& args = both.sample;
+  const AdvanceArgs& advance = both.advance;
+  const int64_t row = blockIdx.y, n_chunks = sample_chunks(args.vocab);
+  if (blockIdx.x < n_chunks) prepare(args, row, blockIdx.x);
+  else turn_rope(advance.ropes, static_cast<int>(blockIdx.x - n_chunks), row, advance.positions[row] + 1);
+  // The position is read by all before it changes, and all chunks are there for the last block.
+  bool last = false;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(&args.finished[row], 1u) + 1 == gridDim.x;
+    __threadfence();
+  }
+  if (!__syncthreads_or(last)) return;
+  bool valid;
+  const Best best = row_choice(args, row, bests, valid);
+  if (threadIdx.x != 0) return;
+  args.finished[row] = 0;
+  put_sampled(args, row, valid, best.id);
+  advance_row(advance, row, valid, best.id);
 }
 
 // ---- weigh ----
@@ -614,23 +670,14 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(SampleArgs args)
   grid_wait();
   const int64_t row = blockIdx.x, n_chunks = sample_chunks(args.vocab);
   const DeviceSampling params = args.sampling[row];
-  int invalid = 0;
-  for (int64_t i = threadIdx.x; i < n_chunks; i += blockDim.x) invalid |= args.chunk_invalid[row * n_chunks + i];
-  invalid = __syncthreads_or(invalid);
-  const Best best = row_best(args, row, n_chunks, shared.bests);
-  if (invalid != 0 || best.value == -INFINITY) {
-    if (threadIdx.x == 0) args.sampled[row] = {-1, 0, 0.0f, 0};
-    return;
-  }
+  bool valid;
+  const Best best = row_choice(args, row, shared.bests, valid);
   int32_t id = best.id;
-  if (params.temperature > 0) {
+  if (valid && params.temperature > 0) {
     draw(args, params, row, n_chunks, best.value, shared);
     id = shared.chosen;
   }
-  if (threadIdx.x == 0) {
-    args.sampled[row] = {id, 1, 0.0f, 0};
-    if (params.uses_history != 0) ++args.history[args.sequences[args.output_rows[row]] * args.vocab + id];
-  }
+  if (threadIdx.x == 0) put_sampled(args, row, valid, id);
 }
 
 // ---- logprobs ----
@@ -674,6 +721,12 @@ void launch_sample(const LaunchContext& context, const SampleArgs& args, int64_t
       .grid = rows, .block = kSelectThreads, .shared_bytes = static_cast<int>(sizeof(SelectShared)), .name = "Sample"};
   launch(context, shape, select_kernel, args);
   if (features.logprobs) launch(context, shape, logprobs_kernel, args);
+}
+
+void launch_sample_and_advance(const LaunchContext& context, const SampleArgs& args, const AdvanceArgs& advance) {
+  const auto blocks = static_cast<unsigned>(sample_chunks(args.vocab) + advance.ropes.n_ropes);
+  launch(context, {.grid = {blocks, static_cast<unsigned>(advance.n_outputs)}, .block = kPrepareThreads, .name = "Sample and Advance"},
+         choose_kernel, ChooseArgs{args, advance});
 }
 
 }  // namespace beryl::cuda

@@ -1,7 +1,7 @@
 // The small ops that move rows, pages and inputs: GatherRows, CopyPages, Advance, and the tables of cosines and sines
 // that a step's positions ask for.
-#include "cuda/device.cuh"
 #include "cuda/kernels.h"
+#include "cuda/next_step.cuh"
 
 namespace beryl::cuda {
 
@@ -14,18 +14,9 @@ __global__ void __launch_bounds__(256) gather_rows_kernel(GatherRowsArgs args) {
   args.out.values[row * args.out.stride + column] = args.x.values[args.output_rows[row] * args.x.stride + column];
 }
 
-// Angles reach 262,144 radians and more, so the product and the reduction are in double; only the results are rounded.
 __global__ void __launch_bounds__(128) turn_ropes_kernel(TurnRopesArgs args) {
   grid_wait();
-  const int64_t token = blockIdx.x;
-  const int rope = blockIdx.y, n_pairs = args.n_pairs[rope];
-  float* table = args.tables[rope] + token * 2 * n_pairs;
-  for (int pair = threadIdx.x; pair < n_pairs; pair += blockDim.x) {
-    double sine, cosine;
-    sincos(args.positions[token] * args.frequencies[rope][pair], &sine, &cosine);
-    table[pair] = static_cast<float>(cosine);
-    table[n_pairs + pair] = static_cast<float>(sine);
-  }
+  turn_rope(args, static_cast<int>(blockIdx.y), blockIdx.x, args.positions[blockIdx.x]);
 }
 
 // A thread always handles the same bytes of a page, so copies that build on each other run in the order given.
@@ -42,14 +33,18 @@ __global__ void __launch_bounds__(256) copy_pages_kernel(CopyPagesArgs args) {
   }
 }
 
-__global__ void advance_kernel(AdvanceArgs args) {
+// A block a row.
+__global__ void __launch_bounds__(256) advance_kernel(AdvanceArgs args) {
   grid_wait();
-  const int row = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (row >= args.n_outputs) return;
-  if (args.sampled[row].valid != 0) args.ids[row] = args.sampled[row].id;
-  args.positions[row] += 1;
-  args.sampling[row].draw += 1;
+  const int64_t row = blockIdx.x;
+  const int32_t next = args.positions[row] + 1;
+  __syncthreads();
+  if (threadIdx.x == 0) advance_row(args, row, args.sampled[row].valid != 0, args.sampled[row].id);
+  for (int rope = 0; rope < args.ropes.n_ropes; ++rope) turn_rope(args.ropes, rope, row, next);
 }
+
+struct NothingArgs {};
+__global__ void nothing_kernel(NothingArgs) { grid_wait(); }
 
 }  // namespace
 
@@ -70,14 +65,24 @@ void launch_copy_pages(const LaunchContext& context, const CopyPagesArgs& args) 
 }
 
 void launch_advance(const LaunchContext& context, const AdvanceArgs& args) {
-  const auto blocks = static_cast<unsigned>((args.n_outputs + 127) / 128);
-  launch(context, {.grid = blocks, .block = 128, .name = "Advance"}, advance_kernel, args);
+  launch(context, {.grid = static_cast<unsigned>(args.n_outputs), .block = 256, .name = "Advance"}, advance_kernel, args);
 }
 
 bool has_programmatic_code() {
   cudaFuncAttributes attributes = {};
   check(cudaFuncGetAttributes(&attributes, advance_kernel), "reading its code");
   return attributes.ptxVersion >= 90;
+}
+
+bool has_programmatic_grids() {
+  try {
+    launch(LaunchContext{nullptr, true, true}, {.grid = 1, .block = 32, .cooperative = true, .name = "a dependent cooperative launch"}, nothing_kernel,
+           NothingArgs{});
+  } catch (const Error&) {
+    cudaGetLastError();               // it is no error of what comes next
+    return false;
+  }
+  return true;
 }
 
 }  // namespace beryl::cuda
