@@ -36,9 +36,10 @@ struct RunningSoftmax {
   __device__ __forceinline__ float weight(float score) const { return largest == -INFINITY ? 0.0f : expf(score - largest); }
 };
 
+__device__ __forceinline__ float cap_score(float score, float softcap) { return softcap * tanhf(__fdividef(score, softcap)); }
 __device__ __forceinline__ float attention_score(float product, float scale, float softcap) {
   const float score = product * scale;
-  return softcap > 0.0f ? softcap * tanhf(__fdividef(score, softcap)) : score;
+  return softcap > 0.0f ? cap_score(score, softcap) : score;
 }
 
 }  // namespace beryl::cuda

@@ -37,7 +37,7 @@ __device__ __forceinline__ void hand_ring(const DecodeBlock& block, const RingPl
   }
 }
 
-// The same order as run_linear: batches of units, in a batch the chunks, in a chunk the units, in a unit its stages.
+// The same order as run_linear_row: batches of units, in a batch the chunks, in a chunk the units, in a unit its stages.
 __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #if BERYL_BULK_COPY
   if (block.lane != 0) return;
@@ -89,7 +89,6 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 // kTimed: takes times, for args.timeline.
 template <int kRows, bool kTimed>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
-  extern __shared__ __align__(128) unsigned char decode_shared[];
   const DecodeBlock block(args, decode_shared);
   DecodeShared* small = block.small;
   const int lane = block.lane;
@@ -117,28 +116,40 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     // The first two; behind any phase there is another one or the end.
     for (int i = 0; i < 2; ++i)
       if (lane < kPhaseWords) reinterpret_cast<uint4*>(&small->phases[i])[lane] = reinterpret_cast<const uint4*>(args.phases + i)[lane];
-    if (lane < args.n_rows) {
-      small->positions[lane] = args.positions[lane];
-      small->sequences[lane] = args.sequences[lane];
-    }
     for (int i = lane; i < static_cast<int>(sizeof(DecodeArgs) / 4); i += 32)
       reinterpret_cast<uint32_t*>(&small->args)[i] = reinterpret_cast<const uint32_t*>(&args)[i];
-    const uint32_t odd = lane < kDecodeRows ? ~args.flags[lane] & 1u : 0u;
-    const uint32_t flags = __ballot_sync(kAllLanes, odd != 0);
-    if (lane == 0) small->flags = flags;
   }
   __syncthreads();
+  // Nothing above comes from an earlier kernel, nor do the weights, whose warp goes ahead; all others wait for what does.
+  const auto await_input = [&] {
+    grid_wait();
+    if (block.warp == 0) {
+      if (lane < args.n_rows) {
+        small->positions[lane] = args.positions[lane];
+        small->sequences[lane] = args.sequences[lane];
+      }
+      const uint32_t odd = lane < kDecodeRows ? ~args.flags[lane] & 1u : 0u;
+      const uint32_t flags = __ballot_sync(kAllLanes, odd != 0);
+      if (lane == 0) small->flags = flags;
+    }
+    partial_block_barrier<kDecodeThreads - 32>();
+  };
   if (block.warp >= kMatvecWarps) {
     give_registers<32>();
     // The last of four schedulers has the fewest warps that compute, where there are not 16 of them.
-    if (block.warp == kMatvecWarps + 3) copy_weights(block);
-    else if (block.warp - kMatvecWarps < kAttentionCopiers) copy_attention(args, decode_shared, block.warp - kMatvecWarps);
+    if (block.warp == kMatvecWarps + 3) {
+      copy_weights(block);
+    } else {
+      await_input();
+      if (block.warp - kMatvecWarps < kAttentionCopiers) copy_attention(args, decode_shared, block.warp - kMatvecWarps);
+    }
   } else {
     take_registers<112>();
+    await_input();
 #pragma unroll 1
     for (;;) {
       // Everything afresh in each turn: what is kept in registers from phase to phase is not there for the work within.
-      const DecodeBlock now(args, afresh(decode_shared));
+      const DecodeBlock now(args, shared_now<kRows>(decode_shared));
       const int index = now.small->places[now.warp].phase;
       DecodePhase& phase = now.small->phases[index % kHeldPhases];
       if (phase.kind == PhaseKind::kEnd) break;
@@ -150,17 +161,21 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       const auto hold_next = [] { wait_copies<0>(); };
       const auto stamp = [&](int which) {
         if constexpr (!kTimed) return;
-        const DecodeBlock block(args, afresh(decode_shared));
+        const DecodeBlock block(args, shared_now<kRows>(decode_shared));
         if (block.thread != 0) return;
         uint64_t cycles;
         asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles)::"memory");
         args.timeline[(int64_t{block.small->places[0].phase} * gridDim.x + block_index()) * kDecodeStamps + which] = cycles;
       };
       stamp(0);
-      if (phase.kind == PhaseKind::kLinear) run_linear<kRows>(args, decode_shared, &phase.linear, hold_next, stamp);
-      else run_attention(args, decode_shared, phase.attention, hold_next, stamp);
+      if (phase.kind == PhaseKind::kLinear) {
+        if constexpr (kRows == 1) run_linear_row(args, decode_shared, &phase.linear, hold_next, stamp);
+        else run_linear_rows<kRows>(args, &phase.linear, hold_next, stamp);
+      } else {
+        run_attention(args, decode_shared, phase.attention, hold_next, stamp);
+      }
       stamp(3);
-      const DecodeBlock then(args, afresh(decode_shared));
+      const DecodeBlock then(args, shared_now<kRows>(decode_shared));
       __syncwarp();
       if (then.lane == 0) ++then.small->places[then.warp].phase;
       __syncwarp();
@@ -242,7 +257,8 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, c
     scratch = std::max(scratch, linear.partials_at + 2 * std::max(partials * n_rows * 4, kPartialBytes));
   }
   const int attention = needs.attention_bytes > 0 ? needs.attention_bytes + n_rows * needs.attention_row_bytes : 0;
-  const int small = static_cast<int>(sizeof(DecodeShared)) + 2 * n_rows * round_up(needs.sum_groups, 4) * 4;
+  const int small = static_cast<int>(sizeof(DecodeShared)) + 2 * n_rows * round_up(needs.sum_groups, 4) * 4 +
+                    (n_rows > 1 ? kMatvecWarps * static_cast<int>(sizeof(LinearPlace)) : 0);
   cut.scratch_bytes = round_up(std::max(scratch, attention), 128);
   // What another form or attention needs anyway is room for partial sums.
   for (LinearCut& linear : cut.forms) {

@@ -5,23 +5,24 @@
 //
 //   copy     a warp of its own finds the unit (AttentionTask) and has its keys and values copied into the ring, between the weights of
 //            the phases before and after: they depend on nothing in this step, so they are there long before the queries
-//   finish   a warp a head: norm and rope of q, two bf16 each (high, low), to shared memory. Keys and values of tokens
+//   finish   a warp a head: norm and rope of q, two numbers of 16 bits each (high, low), to shared memory. Keys and values of tokens
 //            that are new in this launch are not in the cache yet: the unit makes them itself where it needs them, and
 //            the unit that owns a token's newest page writes them to the cache
 //   scores   keys times q: warp (box, part of head_dim) multiplies 16 keys
-//   softmax  a warp a head: adds the parts, keeps the running maximum and sum; weights to two bf16
+//   softmax  a warp a head: adds the parts, keeps the running maximum and sum; weights to two such numbers
 //   values   values times weights: a warp owns 16 (32 of wide heads) columns of head_dim
-//   store    the sums, by way of shared memory
+//   store    the sums
 //
 // A token with one unit is done then. Else unnormalised sums go to global memory, and as a second step each column is
 // merged by one warp, or by eight where there are many units. A sum that waits there is its own flag: nothing there means all
 // ones, and the reader puts that back.
 //
-// q and the weights have 16 bits of mantissa, so products are as good as the cache's own values. Slots that hold no live
+// q and the weights have 16 bits of mantissa or more, so products are as good as the cache's own values. Slots that hold no live
 // key are never multiplied; values there are zeros or their box is left out. Moves the live keys and values once.
 //
-// All of this runs once a phase, so it takes as long as its code takes to arrive, most of all what only some layers run: loops are loops,
-// one code serves all head sizes but for the queries'.
+// All of this runs once a phase, so it takes as long as its code takes to arrive, most of all behind jumps. So there is one code for any
+// head, with loops, and the same code with constants for the two kinds of tiles that large models have (TileKind): two thirds fewer
+// instructions; what few tiles need is in functions.
 #pragma once
 
 #include "cuda/attention_state.cuh"
@@ -48,7 +49,7 @@ struct AttentionScratch {
   static constexpr int kWeightBytes = kPageTokens * 2 + 16;   // a row of bf16, likewise
   static constexpr int kScoresAt = 0;                     // f32 [4 parts][16 heads][kScoreStride]
   static constexpr int kWeightsAt = kScoresAt + 4 * kUnitHeads * kScoreStride * 4;   // [2 · heads]
-  static constexpr int kStateAt = kWeightsAt + 2 * kUnitHeads * kWeightBytes;         // f32 [3][16]: factor, maximum, sum
+  static constexpr int kStateAt = kWeightsAt + 2 * kUnitHeads * kWeightBytes;         // f32 [3][16]: factors, inverse sums, the weights' units
   static constexpr int kNewScalesAt = kStateAt + 3 * kUnitHeads * 4;                  // f32 [8 rows][2]
   static constexpr int kQueriesAt = kNewScalesAt + kDecodeRows * 2 * 4;
   BERYL_HOST_DEVICE static constexpr int query_bytes(int head_dim) { return head_dim * 2 + 16; }
@@ -355,19 +356,39 @@ __device__ __forceinline__ void store_common_pair(float2* at, uint32_t first, ui
 __device__ __forceinline__ void store_common_words(float* at, uint4 bits) {
   asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w) : "memory");
 }
+// Without a branch: behind one that lanes take differently each store would look up again what it needs.
+__device__ __forceinline__ void store_common_word_if(bool condition, float* to, uint32_t bits) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.relaxed.gpu.global.b32 [%0], %1;}" ::"l"(to), "r"(bits), "r"(condition ? 1 : 0) : "memory");
+}
 __device__ __forceinline__ uint2 load_common_pair(const float2* from) {
   uint2 bits;
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(bits.x), "=r"(bits.y) : "l"(from) : "memory");
   return bits;
 }
 
-// Two values as bf16, high parts and what they leave.
+// A value as two numbers of 16 bits, the high part and what it leaves: bf16, or beside an FP8 cache, whose codes are f16 in one
+// instruction, f16.
+struct SplitValue {
+  uint16_t high, low;
+};
+template <bool kHalf>
+__device__ __forceinline__ SplitValue split_value(float value) {
+  if constexpr (kHalf) {
+    const __half high = __float2half_rn(value);
+    return {__half_as_ushort(high), __half_as_ushort(__float2half_rn(value - __half2float(high)))};
+  } else {
+    const Bf16Pair pair = split_bf16(value);
+    return {__bfloat16_as_ushort(pair.high), __bfloat16_as_ushort(pair.low)};
+  }
+}
+// Two of them.
 struct SplitPair {
   uint32_t high, low;
 };
+template <bool kHalf>
 __device__ __forceinline__ SplitPair split_pair(float first, float second) {
-  const Bf16Pair a = split_bf16(first), b = split_bf16(second);
-  return {pack_bf16(a.high, b.high), pack_bf16(a.low, b.low)};
+  const SplitValue a = split_value<kHalf>(first), b = split_value<kHalf>(second);
+  return {uint32_t{a.high} | uint32_t{b.high} << 16, uint32_t{a.low} | uint32_t{b.low} << 16};
 }
 
 // Where things lie, as addresses of shared memory, so that the compiler knows them as such.
@@ -380,11 +401,45 @@ struct AttentionPlace {
   }
 };
 
+// ---- what few tiles need ----
+// Functions, so that all others need not jump over their code: behind a jump instructions come late.
+
+// New keys or values, at `codes` in the scratch, of the rows in `held` go into their slots, where these are among n_slots from first_slot on,
+// which lie at `at`: n_bytes from first_byte on. Each warp does this for what it reads.
+__device__ __noinline__ void put_new(uint32_t small_at, uint32_t codes, uint32_t held, uint32_t at, int first_slot, int n_slots, int first_byte,
+                                     int n_bytes, int row_shift) {
+  const DecodeShared* small = shared_object<const DecodeShared>(small_at);
+  const int lane = thread_afresh() % 32;
+#pragma unroll 1
+  for (; held != 0; held &= held - 1) {
+    const int row = __ffs(static_cast<int>(held)) - 1;
+    const int local = small->positions[row] % kPageTokens - first_slot, byte = first_byte + lane * 16;
+    if (local >= 0 && local < n_slots && lane * 16 < n_bytes) {
+      const uint4 from = *shared_object<const uint4>(codes + static_cast<uint32_t>((row * 2 << row_shift) + byte));
+      const uint32_t to = at + static_cast<uint32_t>((local / kBoxRows * kBoxRows << row_shift) + box_offset(local % kBoxRows, byte, row_shift));
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(swizzled(to)), "r"(from.x), "r"(from.y), "r"(from.z), "r"(from.w) : "memory");
+    }
+    __syncwarp();
+  }
+}
+__device__ __noinline__ float cap_score_apart(float score, float softcap) { return cap_score(score, softcap); }
+
+// What code for one kind of tile knows: the head's size, 0 for any; whether a KV head has more than 4 query heads (AttentionStep::wide).
+struct TileKind {
+  int dim;
+  bool wide;
+};
+inline constexpr TileKind kAnyTile = {0, false};
+
 // One task, by all warps of the block. It lies in shared memory, and each step looks up what it needs (a Step of its own): registers are
 // for sums.
-template <bool kFp8>
+template <bool kFp8, TileKind kKind = kAnyTile>
 struct AttentionStep {
   static constexpr int kElementBytes = kFp8 ? 1 : 2;
+  // Beside an FP8 cache weights have the values' scales in them. As f16 they are multiples of 2^-24: so they are divided by the largest scale
+  // so far (its power of two, the unit) and multiplied by two to this, which leaves steps of 2^-37 of the largest weight.
+  static constexpr int kWeightUnitLog = 13;
+  static constexpr bool kAny = kKind.dim == 0;
   const DecodeArgs& args;
   DecodeShared* small;
   unsigned char* scratch;
@@ -397,12 +452,22 @@ struct AttentionStep {
   int group, third;                 // lane / 4, lane % 4
   int parts;                        // warps that share a key's columns
   int row_tiles;                    // of 16 columns of the output, of a warp
+  int row_shift, piece_shift;       // of the task
 
   __device__ __forceinline__ AttentionStep(const AttentionPlace& at, RingPlace& place, uint32_t n_tasks)
       : args(*shared_object<const DecodeArgs>(at.args)), small(shared_object<DecodeShared>(at.small)), scratch(shared_object<unsigned char>(at.scratch)),
         ring_at(at.ring), warp(thread_afresh() / 32), lane(thread_afresh() % 32), p(*shared_object<const AttentionPhase>(at.phase)),
-        u(small->tasks[n_tasks & 1]), ring(place), dim(p.cache.head_dim), group(lane / 4), third(lane % 4), parts(dim >= 128 ? 4 : 2),
-        row_tiles(dim > 16 * kMatvecWarps ? 2 : 1) {}
+        u(small->tasks[n_tasks & 1]), ring(place), dim(kAny ? p.cache.head_dim : kKind.dim), group(lane / 4), third(lane % 4),
+        parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), row_shift(kAny ? u.row_shift : own_row_shift()),
+        piece_shift(kAny ? u.piece_shift : own_piece_shift()) {}
+
+  // Of a kind's tiles, where slots of the ring have 32 KB or more, but less than 64 (fits).
+  __device__ __forceinline__ static constexpr int own_row_shift() { return (kKind.dim == 512 ? 9 : 8) + (kFp8 ? 0 : 1); }
+  __device__ __forceinline__ static constexpr int own_piece_shift() { return own_row_shift() > 9 ? 15 - own_row_shift() : 6; }
+  // Whether this code is for the phase.
+  __device__ __forceinline__ static bool fits(const DecodeArgs& args, const AttentionPhase& p) {
+    return p.cache.head_dim == kKind.dim && (p.heads_of_kv > 4) == kKind.wide && TileCut(p.cache, args.slot_bytes).piece_shift == own_piece_shift();
+  }
 
   __device__ __forceinline__ uint32_t flag_of(int row) const { return small->flags >> row & 1u; }
 
@@ -433,7 +498,7 @@ struct AttentionStep {
 
   // ---- queries, new keys and values ----
   __device__ __forceinline__ uint8_t* new_codes(int row, bool is_values) const {
-    return scratch + AttentionScratch::new_at(dim, u.n_heads) + (row * 2 + (is_values ? 1 : 0)) * dim * kElementBytes;
+    return scratch + AttentionScratch::new_at(dim, !kAny && !kKind.wide ? 4 : u.n_heads) + (row * 2 + (is_values ? 1 : 0)) * dim * kElementBytes;
   }
   __device__ __forceinline__ float& new_scale(int row, bool is_values) const {
     return reinterpret_cast<float*>(scratch + AttentionScratch::kNewScalesAt)[row * 2 + (is_values ? 1 : 0)];
@@ -471,17 +536,16 @@ struct AttentionStep {
         to[2] = __uint_as_float(b.z & mask), to[3] = __uint_as_float(b.w & mask);
       }
   }
-  // A lane's 4 neighbouring values of q. FP8 codes are widened in another order than they lie in (scores).
+  // A lane's 4 neighbouring values of q. A lane has four neighbouring FP8 codes where it has two and two of bf16.
   __device__ __forceinline__ void put_query(int task, int col, const float* v) const {
     unsigned char* high = scratch + AttentionScratch::kQueriesAt + task * 2 * AttentionScratch::query_bytes(dim);
     unsigned char* low = high + AttentionScratch::query_bytes(dim);
+    const SplitPair a = split_pair<kFp8>(v[0], v[1]), b = split_pair<kFp8>(v[2], v[3]);
     if constexpr (kFp8) {
-      const SplitPair odd = split_pair(v[1], v[3]), even = split_pair(v[0], v[2]);
       const int at = (col / 16 * 16 + col % 16 / 2) * 2;
-      *reinterpret_cast<uint32_t*>(high + at) = odd.high, *reinterpret_cast<uint32_t*>(high + at + 16) = even.high;
-      *reinterpret_cast<uint32_t*>(low + at) = odd.low, *reinterpret_cast<uint32_t*>(low + at + 16) = even.low;
+      *reinterpret_cast<uint32_t*>(high + at) = a.high, *reinterpret_cast<uint32_t*>(high + at + 16) = b.high;
+      *reinterpret_cast<uint32_t*>(low + at) = a.low, *reinterpret_cast<uint32_t*>(low + at + 16) = b.low;
     } else {
-      const SplitPair a = split_pair(v[0], v[1]), b = split_pair(v[2], v[3]);
       *reinterpret_cast<uint2*>(high + col * 2) = make_uint2(a.high, b.high);
       *reinterpret_cast<uint2*>(low + col * 2) = make_uint2(a.low, b.low);
     }
@@ -535,27 +599,30 @@ struct AttentionStep {
       if (norms) norm_head(head, half, weights, eps);
       if (rope != nullptr) turn_head(head, half, turns);
       if (task == first_task) DecodeBlock::barrier();     // the scratch changes hands
-      const float scale = kFp8 && !is_query ? cache_scale(head, half) : 1.0f;
-      const bool appends = !is_query && row == u.row && u.append_row >= 0;
+      // function(column, four values from there on)
+      const auto for_columns = [&](auto&& function) {
+#pragma unroll
+        for (int g = 0; g < kHeadGroups; ++g) {
+          const int pair = first_pair(g, lane);
+          if (pair >= half) continue;
+          function(pair, head.first + 4 * g);
+          function(half + pair, head.second + 4 * g);
+        }
+      };
+      if (is_query) {
+        for_columns([&](int to_col, const float* v) { put_query(task, to_col, v); });
+        continue;
+      }
+      const float scale = kFp8 ? cache_scale(head, half) : 1.0f;
+      const bool appends = row == u.row && u.append_row >= 0;
       const int64_t to_row = appends ? u.append_row : 0;
       uint8_t* to = static_cast<uint8_t*>(is_values ? p.cache.values : p.cache.keys) + to_row * dim * kElementBytes;
-#pragma unroll
-      for (int g = 0; g < kHeadGroups; ++g) {
-        if (first_pair(g, lane) >= half) continue;
-#pragma unroll
-        for (int second = 0; second < 2; ++second) {
-          const float* v = (second != 0 ? head.second : head.first) + 4 * g;
-          const int col = first_pair(g, lane) + second * half;
-          if (is_query) {
-            put_query(task, col, v);
-          } else {
-            const uint2 codes = encode(v, scale);
-            put_codes(new_codes(row, is_values), col, codes);
-            if (appends) put_codes(to, col, codes);
-          }
-        }
-      }
-      if (kFp8 && !is_query && lane == 0) {
+      for_columns([&](int to_col, const float* v) {
+        const uint2 codes = encode(v, scale);
+        put_codes(new_codes(row, is_values), to_col, codes);
+        if (appends) put_codes(to, to_col, codes);
+      });
+      if (kFp8 && lane == 0) {
         new_scale(row, is_values) = scale;
         if (appends) (is_values ? p.cache.value_scales : p.cache.key_scales)[to_row] = scale;
       }
@@ -571,70 +638,64 @@ struct AttentionStep {
       function(row, small->positions[row] % kPageTokens);
     }
   }
-  // Each warp puts new keys or values in for itself: n_bytes from first_byte on, where their slots are among n_slots from first_slot on,
-  // which lie at `at`.
-  __device__ __forceinline__ void put_new(const TaskTile& tile, bool is_values, uint32_t at, int first_slot, int n_slots, int first_byte,
-                                          int n_bytes) const {
-    for_new(tile, [&](int row, int slot) {
-      const int local = slot - first_slot, byte = first_byte + lane * 16;
-      if (local >= 0 && local < n_slots && lane * 16 < n_bytes) {
-        const uint4 codes = *reinterpret_cast<const uint4*>(new_codes(row, is_values) + byte);
-        const uint32_t to = at + static_cast<uint32_t>((local / kBoxRows * kBoxRows << u.row_shift) + box_offset(local % kBoxRows, byte, u.row_shift));
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(swizzled(to)), "r"(codes.x), "r"(codes.y), "r"(codes.z), "r"(codes.w) : "memory");
-      }
-      __syncwarp();
-    });
-  }
+  __device__ __forceinline__ uint32_t new_codes_at(bool is_values) const { return shared_address(new_codes(0, is_values)); }
 
   // ---- products ----
   // A tile of 8 columns of b: where a KV head has up to 4 heads, their high and low parts in turn; else the high parts of 8 heads, and once
   // more their low ones. Not by the heads of the unit, of which there are fewer with fewer rows: the order of sums would change.
-  __device__ __forceinline__ bool wide() const { return p.heads_of_kv > 4; }
-  __device__ __forceinline__ int head_tiles() const { return u.n_heads > 8 ? 2 : 1; }
+  __device__ __forceinline__ bool wide() const { return kAny ? p.heads_of_kv > 4 : kKind.wide; }
+  __device__ __forceinline__ int head_tiles() const { return !kAny && !kKind.wide ? 1 : u.n_heads > 8 ? 2 : 1; }
 
   // Keys are the rows of a, heads the columns of b. A warp has the keys of a box, and some of their columns.
   __device__ __forceinline__ void score(const TaskTile& tile) const {
-    const int box = warp % 4, part = warp / 4, n_pieces = kPageTokens >> u.piece_shift;
-    const int own_piece = part < parts && !tile.empty(box) ? box * kBoxRows >> u.piece_shift : -1;
+    const int box = warp % 4, part = warp / 4, n_pieces = kPageTokens >> piece_shift;
+    const bool works = part < parts && !tile.empty(box);
+    const int own_piece = box * kBoxRows >> piece_shift;
+    const auto skip = [&](int n) {
 #pragma unroll 1
-    for (int piece = 0; piece < n_pieces; ++piece) {
-      await();
-      if (piece == own_piece) {
-        const int part_bits = parts == 4 ? 2 : 1, first_col = part * dim >> part_bits, n_steps = dim >> part_bits >> 5;
-        const int first_byte = first_col * kElementBytes;
-        const uint32_t box_at = slot_address(ring) + static_cast<uint32_t>((box * kBoxRows & ((1 << u.piece_shift) - 1)) << u.row_shift);
-        if (tile.held != 0) put_new(tile, false, box_at, box * kBoxRows, kBoxRows, first_byte, dim * kElementBytes >> part_bits);
-        // Of 4 steps of 32 columns. What is set under a condition only would take registers from all that runs before.
-        const uint32_t at = swizzled(box_at + static_cast<uint32_t>(box_offset(lane % 16, first_byte + lane / 16 * 16, u.row_shift)));
-        uint32_t a[4][2][4] = {};
+      for (; n > 0; --n) await(), release();
+    };
+    skip(own_piece);
+    await();
+    if (works) {
+      const int part_bits = parts == 4 ? 2 : 1, first_col = part * dim >> part_bits, n_steps = dim >> part_bits >> 5;
+      const int first_byte = first_col * kElementBytes;
+      const uint32_t box_at = slot_address(ring) + static_cast<uint32_t>((box * kBoxRows & ((1 << piece_shift) - 1)) << row_shift);
+      if (tile.held != 0)
+        put_new(shared_address(small), new_codes_at(false), tile.held, box_at, box * kBoxRows, kBoxRows, first_byte, dim * kElementBytes >> part_bits,
+                row_shift);
+      // Of 4 steps of 32 columns. What is set under a condition only would take registers from all that runs before.
+      const uint32_t at = swizzled(box_at + static_cast<uint32_t>(box_offset(lane % 16, first_byte + lane / 16 * 16, row_shift)));
+      uint32_t a[4][2][4] = {};
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          if (step >= n_steps) break;
-          if constexpr (kFp8) {
-            uint32_t codes[4];
-            load_matrices(codes, at ^ static_cast<uint32_t>(step * 32));
+      for (int step = 0; step < 4; ++step) {
+        if (step >= n_steps) break;
+        if constexpr (kFp8) {
+          uint32_t codes[4];
+          load_matrices(codes, at ^ static_cast<uint32_t>(step * 32));
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              a[step][i][0] = widen_e4m3(codes[2 * i]), a[step][i][1] = widen_e4m3(codes[2 * i + 1]);
-              a[step][i][2] = widen_e4m3(codes[2 * i] << 8), a[step][i][3] = widen_e4m3(codes[2 * i + 1] << 8);
-            }
-          } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-              load_matrices(a[step][i], (at ^ static_cast<uint32_t>(step % 2 * 64 + i * 32)) + static_cast<uint32_t>(step / 2 * kBoxRows * 128));
+          for (int i = 0; i < 2; ++i) {
+            a[step][i][0] = halves_of_e4m3(codes[2 * i]), a[step][i][1] = halves_of_e4m3(codes[2 * i + 1]);
+            a[step][i][2] = halves_of_e4m3(codes[2 * i] >> 16), a[step][i][3] = halves_of_e4m3(codes[2 * i + 1] >> 16);
           }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            load_matrices(a[step][i], (at ^ static_cast<uint32_t>(step % 2 * 64 + i * 32)) + static_cast<uint32_t>(step / 2 * kBoxRows * 128));
         }
-        const uint32_t row_bytes = static_cast<uint32_t>(AttentionScratch::query_bytes(dim));
-        const bool is_wide = wide();
-        uint32_t queries = shared_address(scratch + AttentionScratch::kQueriesAt) + static_cast<uint32_t>(lane % 8 * (is_wide ? 2 : 1)) * row_bytes +
-                           static_cast<uint32_t>((first_col + lane / 8 * 8) * 2);
-        float* to = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt) +
-                    (part * kUnitHeads + third * (is_wide ? 2 : 1)) * AttentionScratch::kScoreStride + box * kBoxRows + group;
-        // A pass for the high parts, and one for the low ones.
-        const int n_passes = is_wide ? 2 * head_tiles() : 1;
-        float d[2][4] = {};
+      }
+      const uint32_t row_bytes = static_cast<uint32_t>(AttentionScratch::query_bytes(dim));
+      const bool is_wide = wide();
+      uint32_t queries = shared_address(scratch + AttentionScratch::kQueriesAt) + static_cast<uint32_t>(lane % 8 * (is_wide ? 2 : 1)) * row_bytes +
+                         static_cast<uint32_t>((first_col + lane / 8 * 8) * 2);
+      float* to = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt) +
+                  (part * kUnitHeads + third * (is_wide ? 2 : 1)) * AttentionScratch::kScoreStride + box * kBoxRows + group;
+      float d[2][4] = {};
+      const int n_parts = is_wide ? 2 : 1;       // high and low ones, one after the other
 #pragma unroll 1
-        for (int pass = 0; pass < n_passes; ++pass) {
+      for (int n = head_tiles(); n > 0; --n) {
+#pragma unroll (kAny ? 1 : 2)
+        for (int low = 0; low < n_parts; ++low, queries += row_bytes) {
           // Two loads before the first product of either; beyond the last step there is the last one once more.
 #pragma unroll
           for (int first = 0; first < 4; first += 2) {
@@ -647,30 +708,29 @@ struct AttentionStep {
               if (first + step >= n_steps) break;
 #pragma unroll
               for (int i = 0; i < 2; ++i)
-                mma_16bit<true>(d[i], a[first + step][i][0], a[first + step][i][1], a[first + step][i][2], a[first + step][i][3], b[step][2 * i],
+                mma_16bit<!kFp8>(d[i], a[first + step][i][0], a[first + step][i][1], a[first + step][i][2], a[first + step][i][3], b[step][2 * i],
                                 b[step][2 * i + 1]);
             }
           }
-          queries += row_bytes;
-          if (is_wide && pass % 2 == 0) continue;
-          float v[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v[i] = __fadd_rn(d[0][i], d[1][i]), d[0][i] = d[1][i] = 0;
-          if (is_wide) {
-            to[0] = v[0], to[8] = v[2];
-            to[AttentionScratch::kScoreStride] = v[1], to[AttentionScratch::kScoreStride + 8] = v[3];
-          } else {
-            to[0] = __fadd_rn(v[0], v[1]), to[8] = __fadd_rn(v[2], v[3]);
-          }
-          queries += 14 * row_bytes;
-          to += 8 * AttentionScratch::kScoreStride;
         }
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = __fadd_rn(d[0][i], d[1][i]), d[0][i] = d[1][i] = 0;
+        if (is_wide) {
+          to[0] = v[0], to[8] = v[2];
+          to[AttentionScratch::kScoreStride] = v[1], to[AttentionScratch::kScoreStride + 8] = v[3];
+        } else {
+          to[0] = __fadd_rn(v[0], v[1]), to[8] = __fadd_rn(v[2], v[3]);
+        }
+        queries += 14 * row_bytes;
+        to += 8 * AttentionScratch::kScoreStride;
       }
-      release();
     }
+    release();
+    skip(n_pieces - 1 - own_piece);
   }
 
-  // This warp's head; the running state stays in its registers.
+  // This warp's head; the running state stays in its registers, the sum of each lane's keys by itself.
   __device__ __forceinline__ void softmax(const TaskTile& tile, float& largest, float& sum) const {
     const int head = warp;
     if (head >= u.n_heads) return;
@@ -697,14 +757,27 @@ struct AttentionStep {
       for (int i = 0; i < 2; ++i) score[i] = __fmul_rn(score[i], key_scales[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      score[i] = attention_score(score[i], p.scale, p.softcap);
+    for (int i = 0; i < 2; ++i) score[i] *= p.scale;
+    if (p.softcap > 0) score[0] = cap_score_apart(score[0], p.softcap), score[1] = cap_score_apart(score[1], p.softcap);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
       if (!tile.live(lane + 32 * i)) score[i] = -INFINITY;
-    }
     const float raised = fmaxf(largest, lane_max(fmaxf(score[0], score[1])));
     // Of no live key at all the weights and the factor are 0.
     const float reference = raised == -INFINITY ? 0.0f : raised;
     const float factor = expf(largest - reference);
+    float* state = reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt) + head;
+    float sums_factor = factor, to_units = 1;
+    if constexpr (kFp8) {
+      // Powers of two, so by their exponents.
+      constexpr uint32_t kExponent = 0x7f800000u, kLeast = 67u << 23, kMost = 187u << 23;      // 2^-60, 2^60
+      const uint32_t largest_scale = __reduce_max_sync(kAllLanes, max(__float_as_uint(value_scales[0]), __float_as_uint(value_scales[1])));
+      const uint32_t before = largest == -INFINITY ? kLeast : __float_as_uint(state[2 * kUnitHeads]);
+      const uint32_t unit = max(min(largest_scale & kExponent, kMost), before);
+      sums_factor = __fmul_rn(factor, __uint_as_float(before - unit + (127u << 23)));
+      to_units = __uint_as_float(((127u + 127u + kWeightUnitLog) << 23) - unit);
+      if (lane == 0) state[2 * kUnitHeads] = __uint_as_float(unit);
+    }
     largest = raised;
     unsigned char* weights = scratch + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes + lane * 2;
     float total = 0;
@@ -712,26 +785,21 @@ struct AttentionStep {
     for (int i = 0; i < 2; ++i) {
       float weight = expf(score[i] - reference);
       total = __fadd_rn(total, weight);
-      if constexpr (kFp8) weight = tile.live(lane + 32 * i) ? __fmul_rn(weight, value_scales[i]) : 0.0f;
-      const Bf16Pair pair = split_bf16(weight);
-      *reinterpret_cast<__nv_bfloat16*>(weights + 64 * i) = pair.high;
-      *reinterpret_cast<__nv_bfloat16*>(weights + 64 * i + AttentionScratch::kWeightBytes) = pair.low;
+      if constexpr (kFp8) weight = tile.live(lane + 32 * i) ? __fmul_rn(weight, __fmul_rn(value_scales[i], to_units)) : 0.0f;
+      const SplitValue pair = split_value<kFp8>(weight);
+      *reinterpret_cast<uint16_t*>(weights + 64 * i) = pair.high;
+      *reinterpret_cast<uint16_t*>(weights + 64 * i + AttentionScratch::kWeightBytes) = pair.low;
     }
-    sum = __fmaf_rn(sum, factor, lane_sum(total));
-    if (lane == 0) {
-      float* state = reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt) + head;
-      state[0] = factor;
-      state[kUnitHeads] = largest;
-      state[2 * kUnitHeads] = sum;
-    }
+    sum = __fmaf_rn(sum, factor, total);
+    if (lane == 0) state[0] = sums_factor;
   }
 
   __device__ __forceinline__ int first_column() const { return warp * 16 * row_tiles; }
 
   // Columns of values are the rows of a, heads the columns of b.
   __device__ __forceinline__ void weigh(const TaskTile& tile, float (&sums)[2][2][4]) const {
-    const int n_tiles = head_tiles(), first_byte = first_column() * kElementBytes, n_boxes = 1 << u.piece_shift >> 4;
-    const bool works = first_column() < dim, is_wide = wide();
+    const int n_tiles = head_tiles(), first_byte = first_column() * kElementBytes, n_boxes = 1 << piece_shift >> 4;
+    const bool works = !kAny || first_column() < dim, is_wide = wide();
     // Factors of heads that there are not multiply columns that nobody reads.
     const float* factors = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt) + third * (is_wide ? 2 : 1);
 #pragma unroll
@@ -746,12 +814,11 @@ struct AttentionStep {
     // Which key and column this lane says of four matrices of 8 keys; of FP8, 8 keys and 16 columns.
     const int upper = lane / 16, middle = lane / 8 % 2;
     const int key = lane % 8 + (kFp8 ? middle : upper) * 8, byte = first_byte + (kFp8 ? (row_tiles == 2 ? upper : 0) : middle) * 16;
-    const uint32_t lane_at = static_cast<uint32_t>(box_offset(key, byte, u.row_shift));
+    const uint32_t lane_at = static_cast<uint32_t>(box_offset(key, byte, row_shift));
     // Two matrices of high parts, two of low ones, of 8 keys each.
     uint32_t weights = shared_address(scratch + AttentionScratch::kWeightsAt) +
                        static_cast<uint32_t>((is_wide ? lane % 8 * 2 + upper : lane % 8) * AttentionScratch::kWeightBytes + middle * 16);
-    const auto load = [&](uint32_t (&a)[2][4], uint32_t (&b)[2][4], uint32_t at, uint32_t weights_at) {
-      const uint32_t address = swizzled(at);
+    const auto load = [&](uint32_t (&a)[2][4], uint32_t (&b)[2][4], uint32_t address, uint32_t weights_at) {
       load_matrices_transposed(a[0], address);
       if (!kFp8 && row_tiles == 2) load_matrices_transposed(a[1], address ^ 32);
       load_matrices(b[0], weights_at);
@@ -761,10 +828,12 @@ struct AttentionStep {
       if constexpr (kFp8) {
         const uint32_t codes[4] = {a[0][0], a[0][1], a[0][2], a[0][3]};
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          a[m][0] = widen_e4m3(codes[2 * m] << 8), a[m][1] = widen_e4m3(codes[2 * m]);
-          a[m][2] = widen_e4m3(codes[2 * m + 1] << 8), a[m][3] = widen_e4m3(codes[2 * m + 1]);
-        }
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint32_t columns = __byte_perm(codes[2 * m + i], 0, 0x3120);   // two keys of one column, then of the other
+            a[m][2 * i] = halves_of_e4m3(columns), a[m][2 * i + 1] = halves_of_e4m3(columns >> 16);
+          }
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -774,82 +843,92 @@ struct AttentionStep {
           if (low != 0 && !is_wide) break;
 #pragma unroll
           for (int m = 0; m < 2; ++m)
-            if (m < row_tiles) mma_16bit<true>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2 * low], b[n][2 * low + 1]);
+            if (m < row_tiles) mma_16bit<!kFp8>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2 * low], b[n][2 * low + 1]);
         }
       }
     };
-    const uint32_t box_bytes = static_cast<uint32_t>(kBoxRows << u.row_shift);
-    const int boxes = works ? tile.boxes : 0;
+    // A box's bytes are a multiple of 1024, so that the order of its pieces is the same in all. A box that was not copied is not looked at:
+    // its weights are zeros, and multiply a live one's values.
+    const uint32_t box_bytes = static_cast<uint32_t>(kBoxRows << row_shift);
 #pragma unroll 1
     for (int box = 0; box < kBoxes; box += n_boxes) {
       await();
       uint32_t at = slot_address(ring);
-      if (tile.held != 0 && works) put_new(tile, true, at, box * kBoxRows, n_boxes * kBoxRows, first_byte, 16 * row_tiles * kElementBytes);
-      at += lane_at;
-      if (works) {
-        // The next box is loaded before this one is multiplied. Boxes that were not copied are not multiplied.
+      if (tile.held != 0 && works)
+        put_new(shared_address(small), new_codes_at(true), tile.held, at, box * kBoxRows, n_boxes * kBoxRows, first_byte, 16 * row_tiles * kElementBytes,
+                row_shift);
+      at = swizzled(at + lane_at);
+      const uint32_t boxes = works ? static_cast<uint32_t>(tile.boxes) >> box & ((1u << n_boxes) - 1) : 0;
+      if (boxes != 0) {
+        const uint32_t live = static_cast<uint32_t>(__ffs(static_cast<int>(boxes)) - 1);
+        const auto box_at = [&](int i) { return at + ((boxes >> i & 1u) != 0 ? static_cast<uint32_t>(i) : live) * box_bytes; };
+        // The next box is loaded before this one is multiplied.
         uint32_t a[2][2][4] = {}, b[2][2][4] = {};
-        load(a[0], b[0], at, weights);
-#pragma unroll 1
-        for (int i = 0; i < n_boxes; i += 2, at += 2 * box_bytes, weights += 64) {
-          if (n_boxes > 1) load(a[1], b[1], at + box_bytes, weights + 32);
-          if ((boxes >> (box + i) & 1) != 0) multiply(a[0], b[0]);
-          if (i + 2 < n_boxes) load(a[0], b[0], at + 2 * box_bytes, weights + 64);
-          if (n_boxes > 1 && (boxes >> (box + i + 1) & 1) != 0) multiply(a[1], b[1]);
+        load(a[0], b[0], box_at(0), weights);
+#pragma unroll (kAny ? 1 : 2)
+        for (int i = 0; i < n_boxes; i += 2) {
+          if (n_boxes > 1) load(a[1], b[1], box_at(i + 1), weights + static_cast<uint32_t>(i * 32 + 32));
+          multiply(a[0], b[0]);
+          if (i + 2 < n_boxes) load(a[0], b[0], box_at(i + 2), weights + static_cast<uint32_t>(i * 32 + 64));
+          if (n_boxes > 1) multiply(a[1], b[1]);
         }
-        if (n_boxes == 1) weights -= 32;
       }
+      weights += static_cast<uint32_t>(n_boxes * 32);
       release();
     }
   }
 
-  // By way of shared memory, where the queries were: few instructions, and 16 bytes a lane.
-  __device__ __forceinline__ void store(const float (&sums)[2][2][4]) const {
-    const float* state = reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt);
+  // Where the unit is all of the token, sums over the heads' weights; else the unit's sums, and last its state, for the merge.
+  __device__ __forceinline__ void store(const float (&sums)[2][2][4], float largest, float sum) const {
+    const bool is_wide = wide(), works = !kAny || first_column() < dim;
     constexpr int kApart = kFp8 ? 1 : 8;         // a lane's two columns
-    const bool whole = u.n_units == 1, is_wide = wide();
-    const int stride = dim + 4, first = third * (is_wide ? 2 : 1);          // spreads heads over the banks
-    float* values = reinterpret_cast<float*>(scratch + AttentionScratch::kQueriesAt);
-    if (first_column() < dim) {
-      float* to = values + first * stride + first_column() + group * (kFp8 ? 2 : 1);
+    const int64_t row_head = int64_t{u.row} * p.n_heads + u.first_head;
+    const int first = third * (is_wide ? 2 : 1), column = first_column() + group * (kFp8 ? 2 : 1);
+    // function(whether there is such a head; it, from `first` on; column; value). A product's NaN is never all ones.
+    float unit = 1;
+    if constexpr (kFp8) unit = __fmul_rn(reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt)[2 * kUnitHeads], 1.0f / (1 << kWeightUnitLog));
+    asm volatile("" : "+f"(unit));
+    const auto for_sums = [&](auto&& function) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n, to += 8 * stride) {
+      for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          if (8 * n + first + odd >= u.n_heads || (odd != 0 && !is_wide)) break;
+          if (odd != 0 && !is_wide) break;
+          const bool live = 8 * n + first + odd < u.n_heads;
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
             if (m >= row_tiles) break;
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              to[odd * stride + m * 16 + i * kApart] = is_wide ? sums[m][n][2 * i + odd] : __fadd_rn(sums[m][n][2 * i], sums[m][n][2 * i + 1]);
+              function(live, 8 * n + odd, m * 16 + i * kApart,
+                       __fmul_rn(is_wide ? sums[m][n][2 * i + odd] : __fadd_rn(sums[m][n][2 * i], sums[m][n][2 * i + 1]), unit));
           }
         }
+        if (n + 1 >= head_tiles()) break;
       }
+    };
+    if (u.n_units != 1) {
+      float* to = p.partial_sums + ((row_head + first) * kMaxDecodeUnits + u.unit) * dim + column;
+      if (works)
+        for_sums([&](bool live, int head, int col, float v) { store_common_word_if(live, to + head * kMaxDecodeUnits * dim + col, __float_as_uint(v)); });
+      if (warp < u.n_heads) {
+        sum = lane_sum(sum);
+        // As many states as the merge has readers: one that nobody takes would wait for a layer with wider heads.
+        if (lane < dim / kMergeColumns)
+          store_common_pair(p.partial_states + ((row_head + warp) * kMaxDecodeUnits + u.unit) * kStateCopies + lane, never_all_ones(largest),
+                            never_all_ones(sum));
+      }
+      return;
     }
+    float* inverses = reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt) + kUnitHeads;
+    if (warp < u.n_heads) inverses[warp] = __fdividef(1.0f, lane_sum(sum));
     DecodeBlock::barrier();
-    const int shift = 31 - __clz(dim);
+    float* to = p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + first) * dim + column;
     const uint32_t flag = p.out.exchange ? flag_of(u.row) : 0u;
-#pragma unroll 1
-    for (int i = (warp * 32 + lane) * 4; i < u.n_heads << shift; i += kDecodeConsumers * 4) {
-      const int head = i >> shift, col = i & (dim - 1);
-      const float4 v = *reinterpret_cast<const float4*>(values + head * stride + col);
-      if (whole) {
-        const float inverse = __fdividef(1.0f, state[2 * kUnitHeads + head]);
-        const auto result = [&](float sum) { return round_result(__fmul_rn(sum, inverse)) | flag; };
-        store_common_words(p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + head) * dim + col,
-                           make_uint4(result(v.x), result(v.y), result(v.z), result(v.w)));
-      } else {
-        store_common_words(p.partial_sums + ((int64_t{u.row} * p.n_heads + u.first_head + head) * kMaxDecodeUnits + u.unit) * dim + col,
-                           make_uint4(never_all_ones(v.x), never_all_ones(v.y), never_all_ones(v.z), never_all_ones(v.w)));
-      }
-    }
-    // As many as the merge has readers: one that nobody takes would wait for a layer with wider heads.
-    if (!whole && warp < u.n_heads && lane < dim / kMergeColumns) {
-      const int64_t at = (int64_t{u.row} * p.n_heads + u.first_head + warp) * kMaxDecodeUnits + u.unit;
-      store_common_pair(p.partial_states + at * kStateCopies + lane, never_all_ones(state[kUnitHeads + warp]),
-                        never_all_ones(state[2 * kUnitHeads + warp]));
-    }
+    if (works)
+      for_sums([&](bool live, int head, int col, float v) {
+        store_common_word_if(live, to + head * dim + col, round_result(__fmul_rn(v, inverses[first + head])) | flag);
+      });
   }
 };
 
@@ -865,9 +944,9 @@ __device__ __noinline__ void finish(uint32_t args_at, uint32_t shared_at, uint32
 }
 
 // All tasks of this block. Not inlined either.
-template <bool kFp8>
+template <bool kFp8, TileKind kKind>
 __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
-  using Step = AttentionStep<kFp8>;
+  using Step = AttentionStep<kFp8, kKind>;
   const AttentionPlace at(args_at, shared_at, phase_at);
   RingPlace ring;
   uint32_t n_tasks;
@@ -904,7 +983,7 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
         step().take_task(n_tasks);
         t = 0;
       }
-      step().store(sums);
+      step().store(sums, largest, sum);
     }
     more = step().finish_task(n_tasks++);
   } while (more);
@@ -984,17 +1063,13 @@ __device__ __forceinline__ void merge_columns(const DecodeBlock& block, const At
   if (lane == 0) mine[kMergeColumns] = largest, mine[kMergeColumns + 1] = sum;
   asm volatile("bar.sync %0, 256;" ::"r"(2 + half) : "memory");
   if (first == 0) {
-    float all = -INFINITY;
-#pragma unroll 1
-    for (int w = 0; w < kMergeWarps; ++w) all = fmaxf(all, parts[w * (kMergeColumns + 2) + kMergeColumns]);
-    float weight = 0, value = 0;
-#pragma unroll 1
-    for (int w = 0; w < kMergeWarps; ++w) {
-      const float* from = parts + w * (kMergeColumns + 2);
-      const float f = all == -INFINITY ? 0.0f : expf(from[kMergeColumns] - all);
-      value = __fmaf_rn(from[lane], f, value);
-      weight = __fmaf_rn(from[kMergeColumns + 1], f, weight);
-    }
+    const float* own = parts + lane % kMergeWarps * (kMergeColumns + 2);
+    const float part_largest = own[kMergeColumns], all = lane_max<kMergeWarps>(part_largest);
+    const float f = all == -INFINITY ? 0.0f : expf(part_largest - all);
+    const float weight = lane_sum<kMergeWarps>(__fmul_rn(own[kMergeColumns + 1], f));
+    float value = 0;
+#pragma unroll
+    for (int w = 0; w < kMergeWarps; ++w) value = __fmaf_rn(parts[w * (kMergeColumns + 2) + lane], __shfl_sync(kAllLanes, f, w), value);
     store_row(p.out, row, out + lane, __fdividef(value, weight), block.flag(row));
   }
   asm volatile("bar.sync %0, 256;" ::"r"(2 + half) : "memory");   // the next one writes there
@@ -1030,9 +1105,15 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
     const DecodeBlock block(args, afresh(shared));
     function(block, shared_address(&block.small->args), shared_address(shared), shared_address(&p));
   };
-  call([&](const DecodeBlock&, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
-    if (p.cache.element == CacheElement::kFp8) attend<true>(args_at, shared_at, phase_at);
-    else attend<false>(args_at, shared_at, phase_at);
+  call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
+    const auto attend_by_kind = [&]<bool kFp8>() {
+      constexpr TileKind kNarrow = {256, false}, kWide = {512, true};
+      if (AttentionStep<kFp8, kNarrow>::fits(block.args, p)) attend<kFp8, kNarrow>(args_at, shared_at, phase_at);
+      else if (AttentionStep<kFp8, kWide>::fits(block.args, p)) attend<kFp8, kWide>(args_at, shared_at, phase_at);
+      else attend<kFp8, kAnyTile>(args_at, shared_at, phase_at);
+    };
+    if (p.cache.element == CacheElement::kFp8) attend_by_kind.template operator()<true>();
+    else attend_by_kind.template operator()<false>();
   });
   stamp(1);
   call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {

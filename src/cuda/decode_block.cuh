@@ -29,6 +29,19 @@ struct alignas(16) WarpPlace {
   uint32_t tasks;                   // AttentionTasks so far
 };
 
+// Where a warp is in a linear phase, and what the phase is for its block: for several rows, whose products leave no registers for that.
+// Spilled it would come back from the L2.
+struct alignas(16) LinearPlace {
+  int first, n_units, batch;        // units of the block, and of a batch
+  int unit, chunk;                  // the first ones of what is made now
+  int n_chunks, at_once;            // chunks of a unit, and of one go
+  uint32_t path;                    // LinearPath, and LinearTaken
+};
+enum LinearTaken : uint32_t {
+  kTakenAll = 1u << 16,             // x of all chunks comes before the first products
+  kTakenDirect = 1u << 17,          // the first x came with the residual
+};
+
 // What the block does next in an attention phase (decode_attention.cuh), as the copying warp finds it, ahead of those that compute: a
 // unit, or some tiles of a long one.
 struct alignas(16) AttentionTask {
@@ -53,7 +66,7 @@ struct alignas(16) AttentionTask {
 };
 
 // Shared memory: the ring (weights, and an attention phase's keys and values), the scratch (x and partial sums, or what attention needs),
-// the residual and norm weights that came ahead where there is room, this, sums of norms.
+// the residual and norm weights that came ahead where there is room, this, sums of norms, for several rows a LinearPlace a warp.
 struct DecodeShared {
   alignas(16) DecodePhase phases[kHeldPhases];
   alignas(8) uint64_t full[kDecodeMaxSlots];
@@ -99,6 +112,20 @@ __device__ __forceinline__ T* shared_object(uint32_t address) {
 template <class T>
 __device__ __forceinline__ T* afresh(T* object) {
   return shared_object<T>(shared_address(object));
+}
+
+// The kernel's shared memory, from nothing: an address that was kept would be one of the first to be spilled.
+extern __shared__ __align__(128) unsigned char decode_shared[];
+__device__ __forceinline__ unsigned char* shared_afresh() {
+  uint32_t address;
+  asm volatile("mov.u32 %0, _ZN5beryl4cuda13decode_sharedE;" : "=r"(address));
+  return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+}
+
+template <int kRows>
+__device__ __forceinline__ unsigned char* shared_now(unsigned char* shared) {
+  if constexpr (kRows == 1) return afresh(shared);
+  return shared_afresh();
 }
 
 // Likewise the thread's number.
@@ -147,6 +174,8 @@ struct DecodeBlock {
   __device__ __forceinline__ float* row_scales() const { return small->row_scales[small->places[warp].phase & 1]; }
   __device__ __forceinline__ float* norm_sums() const { return group_sums + (small->places[warp].phase & 1) * args.row_sums; }
   __device__ __forceinline__ uint32_t flag(int row) const { return small->flags >> row & 1u; }
+  // Of several rows.
+  __device__ __forceinline__ LinearPlace& linear_place() const { return reinterpret_cast<LinearPlace*>(group_sums + 2 * args.row_sums)[warp]; }
 };
 
 __device__ __forceinline__ void copy4_async(float* shared, const float* global) {

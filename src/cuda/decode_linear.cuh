@@ -39,21 +39,21 @@ __device__ __forceinline__ void fetch_ahead(const DecodeBlock& block, const Line
   commit_copies();
 }
 
-// Everything of one phase but the copies. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
+// Everything of one phase but the copies, for one row. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
 // the time, 1 when (the first) x is ready, 2 when the products are.
-template <int kRows, class Function, class Stamp>
-__device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
+template <class Function, class Stamp>
+__device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
                                            Stamp&& stamp) {
   // Each step with its own view of the block and the phase.
   const auto step = [&](auto&& function) {
     const DecodeBlock block(args, afresh(shared));
-    function(LinearBlock<kRows, false>(block, *afresh(phase)));
+    function(LinearBlock<1, false>(block, *afresh(phase)));
   };
   const auto x_step = [&](auto&& function) {
     const DecodeBlock block(args, afresh(shared));
     const LinearPhase& p = *afresh(phase);
-    if (p.full) function(LinearBlock<kRows, true>(block, p));
-    else function(LinearBlock<kRows, false>(block, p));
+    if (p.full) function(LinearBlock<1, true>(block, p));
+    else function(LinearBlock<1, false>(block, p));
   };
   LinearShare share;
   LinearStart start;
@@ -64,19 +64,19 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     share = linear_share(args, start.share);
     buffer = block.small->places[block.warp].buffer;
   }
-  const bool adds = start.path & kAdds, is_short = kRows <= 4 && (start.path & kShortX), ends_short = kRows <= 4 && (start.path & kShortFinish);
+  const bool adds = start.path & kAdds, is_short = (start.path & kShortX), ends_short = (start.path & kShortFinish);
   if (start.path & kOtherForm) DecodeBlock::barrier();      // partial sums are still read where x comes
   const int n_chunks = start.n_chunks, form = start.share.form;
-  const bool all = (n_chunks > 1 || (is_short && !adds)) && start.x_all_bytes * count_rows<kRows>(args) <= args.cuts[form].x_bytes;
-  const bool direct = adds && (is_short || LinearBlock<kRows, false>(DecodeBlock(args, afresh(shared)), *afresh(phase)).direct());
+  const bool all = (n_chunks > 1 || (is_short && !adds)) && start.x_all_bytes <= args.cuts[form].x_bytes;
+  const bool direct = adds && (is_short || LinearBlock<1, false>(DecodeBlock(args, afresh(shared)), *afresh(phase)).direct());
   if (is_short) {
     const DecodeBlock block(args, afresh(shared));
-    const ShortPath<kRows> work(block, *afresh(phase));
+    const ShortPath<1> work(block, *afresh(phase));
     if (adds) work.add_to_residual((start.path & kNearX) && args.vectors_at != 0);
     else if (all) work.take();
   } else if (adds) {
     x_step([](const auto& work) {
-      if (kRows == 1 && work.p.n_chunks == 1) work.add_to_residual_row();
+      if (work.p.n_chunks == 1) work.add_to_residual_row();
       else work.add_to_residual();
     });
     if (!direct) DecodeBlock::barrier();           // prepare() reads it back, in other warps too
@@ -91,14 +91,14 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
 #pragma unroll 1
     for (int chunk = 0; chunk < n_chunks; chunk += at_once) {
       if (!all && !(direct && unit == 0) && (unit == 0 || n_chunks > 1)) {
-        if (is_short) ShortPath<kRows>(DecodeBlock(args, afresh(shared)), *afresh(phase)).take_chunk(chunk);
+        if (is_short) ShortPath<1>(DecodeBlock(args, afresh(shared)), *afresh(phase)).take_chunk(chunk);
         else x_step([&](const auto& work) { work.prepare(chunk, adds || unit > 0); });
       }
       if (unit == 0 && chunk == 0) stamp(1);
-      step([&](const LinearBlock<kRows, false>& work) {
+      step([&](const LinearBlock<1, false>& work) {
         const LinearPhase& p = work.p;
         if (work.has_tile) {
-          multiply_format<kRows>(p.format, work.block, p, {count, chunk, at_once, buffer});
+          multiply_format<1>(p.format, work.block, p, {count, chunk, at_once, buffer});
           return;
         }
         const int n_stages = p.stream.n_stages - chunk * kChunkStages, stages_a_slot = stages_of_slot(args, p.stream);
@@ -119,8 +119,8 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
     }
     const DecodeBlock block(args, afresh(shared));
     const float* partials = reinterpret_cast<const float*>(block.scratch + args.cuts[form].partials_at) + buffer * args.cuts[form].partial_floats;
-    if (kRows <= 4 && ends_short) {
-      const ShortFinish<kRows> finish(block, *afresh(phase));
+    if (ends_short) {
+      const ShortFinish<1> finish(block, *afresh(phase));
       before_barrier();
       DecodeBlock::barrier();
       stamp(2);
@@ -129,12 +129,131 @@ __device__ __forceinline__ void run_linear(const DecodeArgs& args, unsigned char
       before_barrier();
       DecodeBlock::barrier();
       stamp(2);
-      Finish<kRows>(block, *afresh(phase)).run(share.first, share.first + unit, count, partials);
+      Finish<1>(block, *afresh(phase)).run(share.first, share.first + unit, count, partials);
     }
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));
   if (block.lane == 0) block.small->places[block.warp].buffer = buffer;
+}
+
+// The same for several rows: products leave no registers for where the warp is, and what is spilled comes back from the L2. So that is in
+// shared memory, and so are the addresses from which all is computed. For one row, which has the registers, this costs 2 to 3 %.
+template <int kRows, class Function, class Stamp>
+__device__ __forceinline__ void run_linear_rows(const DecodeArgs& args, LinearPhase* phase, Function&& before_barrier, Stamp&& stamp) {
+  // Each step with its own view of the block and the phase.
+  const auto step = [&](auto&& function) {
+    const DecodeBlock block(args, shared_afresh());
+    function(LinearBlock<kRows, false>(block, *afresh(phase)));
+  };
+  const auto x_step = [&](auto&& function) {
+    const DecodeBlock block(args, shared_afresh());
+    const LinearPhase& p = *afresh(phase);
+    if (p.full) function(LinearBlock<kRows, true>(block, p));
+    else function(LinearBlock<kRows, false>(block, p));
+  };
+  const auto place_now = [&]() -> LinearPlace {
+    const DecodeBlock block(args, shared_afresh());
+    return block.linear_place();
+  };
+  const auto put_place = [&](const LinearPlace& place) {
+    const DecodeBlock block(args, shared_afresh());
+    __syncwarp();
+    if (block.lane == 0) block.linear_place() = place;
+    __syncwarp();
+  };
+  bool is_short, adds;
+  {
+    const DecodeBlock block(args, shared_afresh());
+    const LinearStart start = afresh(phase)->start;
+    const LinearShare share = linear_share(args, start.share);
+    adds = start.path & kAdds, is_short = kRows <= 4 && (start.path & kShortX);
+    if (start.path & kOtherForm) DecodeBlock::barrier();      // partial sums are still read where x comes
+    const bool all = (start.n_chunks > 1 || (is_short && !adds)) && start.x_all_bytes * count_rows<kRows>(args) <= args.cuts[start.share.form].x_bytes;
+    const bool direct = adds && (is_short || LinearBlock<kRows, false>(block, *afresh(phase)).direct());
+    const uint32_t taken = (all ? kTakenAll : 0u) | (direct ? kTakenDirect : 0u);
+    put_place({share.first, share.n_units, share.batch, 0, 0, start.n_chunks, all ? start.n_chunks : 1, start.path | taken});
+  }
+  if (is_short) {
+    const LinearPlace at = place_now();
+    const DecodeBlock block(args, shared_afresh());
+    const ShortPath<kRows> work(block, *afresh(phase));
+    if (adds) work.add_to_residual((at.path & kNearX) && args.vectors_at != 0);
+    else if (at.path & kTakenAll) work.take();
+  } else {
+    if (adds) {
+      x_step([](const auto& work) { work.add_to_residual(); });
+      if (!(place_now().path & kTakenDirect)) DecodeBlock::barrier();           // prepare() reads it back, in other warps too
+    }
+    if (place_now().path & kTakenAll) x_step([](const auto& work) { work.prepare_all(); });
+  }
+  {
+    const LinearPlace at = place_now();
+    fetch_ahead(DecodeBlock(args, shared_afresh()), *afresh(phase), {at.first, at.n_units, at.batch});
+  }
+  // The residual is everybody's, so x is prepared even where there are no units.
+#pragma unroll 1
+  for (bool more = true; more;) {
+    LinearPlace at = place_now();
+    if (!(at.path & kTakenAll) && !((at.path & kTakenDirect) && at.unit == 0) && (at.unit == 0 || at.n_chunks > 1)) {
+      if (kRows <= 4 && (at.path & kShortX)) ShortPath<kRows>(DecodeBlock(args, shared_afresh()), *afresh(phase)).take_chunk(at.chunk);
+      else x_step([&](const auto& work) { work.prepare(at.chunk, (at.path & kAdds) || at.unit > 0); });
+      at = place_now();
+    }
+    if (at.unit == 0 && at.chunk == 0) stamp(1);
+    step([&](const LinearBlock<kRows, false>& work) {
+      const LinearPhase& p = work.p;
+      if (work.has_tile) {
+        multiply_format<kRows>(p.format, work.block, p, Multiply::of(at, work.block.small->places[work.block.warp]));
+        return;
+      }
+      const int count = min(at.batch, at.n_units - at.unit);
+      const int n_stages = p.stream.n_stages - at.chunk * kChunkStages, stages_a_slot = stages_of_slot(args, p.stream);
+      // A warp without a tile passes over the slots, in step with the others: each slot waits for all warps.
+      const int stages = min(n_stages, at.at_once * kChunkStages), slots = stages_a_slot == 2 ? (stages + 1) / 2 : stages;
+      WarpPlace& place = work.block.small->places[work.block.warp];
+      RingPlace ring = {place.slot, place.parity};
+      for (int i = 0; i < count * slots; ++i) {
+        barrier_wait_suspended(&work.block.small->full[ring.slot], ring.parity);
+        __syncwarp();
+        if (work.block.lane == 0) barrier_arrive(&work.block.small->empty[ring.slot]);
+        ring.next(args.n_slots);
+      }
+      __syncwarp();
+      if (work.block.lane == 0) place.slot = ring.slot, place.parity = ring.parity;
+      __syncwarp();
+    });
+    at = place_now();
+    at.chunk += at.at_once;
+    if (at.chunk < at.n_chunks) {
+      put_place(at);
+      continue;
+    }
+    const DecodeBlock block(args, shared_afresh());
+    const int count = min(at.batch, at.n_units - at.unit), buffer = block.small->places[block.warp].buffer;
+    const LinearCut& cut = args.cuts[afresh(phase)->start.share.form];
+    const float* partials = reinterpret_cast<const float*>(block.scratch + cut.partials_at) + buffer * cut.partial_floats;
+    if (kRows <= 4 && (at.path & kShortFinish)) {
+      const ShortFinish<kRows> finish(block, *afresh(phase));
+      before_barrier();
+      DecodeBlock::barrier();
+      stamp(2);
+      finish.run(at.first + at.unit, at.unit, count, partials);
+    } else {
+      before_barrier();
+      DecodeBlock::barrier();
+      stamp(2);
+      Finish<kRows>(block, *afresh(phase)).run(at.first, at.first + at.unit, count, partials);
+    }
+    at = place_now();
+    at.unit += at.batch, at.chunk = 0;
+    more = at.unit < at.n_units;
+    put_place(at);
+    const DecodeBlock then(args, shared_afresh());
+    __syncwarp();
+    if (then.lane == 0) then.small->places[then.warp].buffer ^= 1;
+    __syncwarp();
+  }
 }
 
 }  // namespace beryl::cuda

@@ -49,6 +49,9 @@ struct Multiply {
   int n_units;                      // all that are in the batch
   int first_chunk, n_chunks;        // one chunk after the other, each with all units
   int buffer;                       // of partial sums
+  __device__ __forceinline__ static Multiply of(const LinearPlace& at, const WarpPlace& place) {
+    return {min(at.batch, at.n_units - at.unit), at.chunk, at.at_once, place.buffer};
+  }
 };
 
 // By one warp. args_at etc.: addresses of shared memory, from which all is computed anew (afresh).
@@ -135,8 +138,11 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
 template <int kRows>
 __device__ __forceinline__ void multiply_format(Format format, const DecodeBlock& block, const LinearPhase& p, const Multiply& m) {
   const uint32_t args_at = shared_address(&block.small->args), shared_at = shared_address(block.ring), phase_at = shared_address(&p);
-  switch (format) {
-    case Format::kFp4G128: return multiply<Fp4G128, Format::kFp4G128, kRows>(args_at, shared_at, phase_at, m);
+  if (format == Format::kFp4G128) return multiply<Fp4G128, Format::kFp4G128, kRows>(args_at, shared_at, phase_at, m);
+  // The others apart: one search among all would jump over code three times, and behind a jump instructions come late.
+  int other = static_cast<int>(format);
+  asm volatile("" : "+r"(other));
+  switch (static_cast<Format>(other)) {
     case Format::kMxfp4: return multiply<Mxfp4, Format::kMxfp4, kRows>(args_at, shared_at, phase_at, m);
     case Format::kNvfp4: return multiply<Nvfp4, Format::kNvfp4, kRows>(args_at, shared_at, phase_at, m);
     case Format::kQ4_0: return multiply<GroupOf32<4, false>, Format::kQ4_0, kRows>(args_at, shared_at, phase_at, m);

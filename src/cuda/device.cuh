@@ -124,10 +124,12 @@ __device__ __forceinline__ uint8_t encode_e4m3(float value) {
 #endif
 }
 
-// Two E4M3 codes in the high bytes of two halves to two bf16: the bits of a code, moved down by four, are a bf16 number
-// 2^-120 times its value, subnormals included.
+// Two E4M3 codes in the high bytes of two halves to two bf16, 2^-120 times their values, subnormals included: the bits of a code,
+// moved down by four.
+__device__ __forceinline__ uint32_t small_of_e4m3(uint32_t high_bytes) { return (high_bytes & 0x80008000u) | (high_bytes >> 4 & 0x07f007f0u); }
+// Their values.
 __device__ __forceinline__ uint32_t widen_e4m3(uint32_t high_bytes) {
-  const uint32_t bits = (high_bytes & 0x80008000u) | ((high_bytes & 0x7f007f00u) >> 4);
+  const uint32_t bits = small_of_e4m3(high_bytes);
   const __nv_bfloat162 scale = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));   // 2^120
   __nv_bfloat162 value;
   memcpy(&value, &bits, sizeof(bits));
@@ -135,6 +137,22 @@ __device__ __forceinline__ uint32_t widen_e4m3(uint32_t high_bytes) {
   uint32_t result;
   memcpy(&result, &value, sizeof(result));
   return result;
+}
+
+// Two E4M3 codes, in the lower half of `codes`, to two f16, which hold them exactly.
+__device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t codes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(halves) : "r"(codes));
+  return halves;
+#else
+  // The bits of a code, moved down by one, are an f16 number 2^-8 times its value, subnormals included.
+  const uint32_t high_bytes = __byte_perm(codes, 0, 0x1404);
+  const uint32_t bits = (high_bytes & 0x80008000u) | ((high_bytes & 0x7f007f00u) >> 1);
+  uint32_t halves;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(bits), "r"(0x5c005c00u));
+  return halves;
+#endif
 }
 
 }  // namespace beryl::cuda
