@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "cpu/bf16_dot.h"
 #include "cpu/integer_dot.h"
+#include "weights/quote.h"
 
 namespace beryl {
 
@@ -109,7 +110,16 @@ void choose_cpu_target(const std::string& name) {
       return use(target.bit);
     }
   throw Error(ErrorCode::kBadInput,
-              fmt::format("CPU target '{}': this processor has {}", name, fmt::join(cpu_targets(), ", ")));
+              fmt::format("CPU target {}: this processor has {}", quote(name), fmt::join(cpu_targets(), ", ")));
+}
+
+void check_cpu_target_in_environment() {
+  const char* const name = std::getenv("BERYL_CPU_TARGET");
+  if (name == nullptr || *name == '\0') return;
+  const std::vector<std::string> names = cpu_targets();
+  if (std::find(names.begin(), names.end(), name) == names.end())
+    throw Error(ErrorCode::kBadInput, fmt::format("BERYL_CPU_TARGET is {}, one of {} was expected: this processor has no other",
+                                                  quote(name), fmt::join(names, ", ")));
 }
 
 void choose_cpu_target_from_environment() {
