@@ -7,12 +7,12 @@
 A model may also be NAME:FORMAT:HEAD=FILE.gguf: beryl then runs `bench --synthetic NAME --format FORMAT --head HEAD`, the peers the
 file, for formats that they do not have.
 
-In each round every program runs once on each model and thread count, one after the other, and before them memory is read
-at full speed, because machines that are shared change theirs. Figures are tokens a second: median (least .. most) over the
-rounds; the ratio is beryl's median to the peer's; the share is the median of what beryl reached of the read speed measured in the
-same round, if a token moved the file's weights once. --record FILE keeps each round, a line of JSON: a machine may change its state between
-rounds. At real-time priority the system still gives a twentieth of each second to others, on each processor at a time of its own: short
-measurements with --repeat are mostly free of that (--gen 8 --repeat 9). Peers without the option --n-depth are compared at depth 0 only.
+In each round every program runs once on each model and thread count, one after the other, and measures --repeat times; its median
+counts. beryl reads memory at full speed between its repetitions (`bench --floor`), because machines that are shared change theirs: the share
+is of that speed, by the bytes that a token must move (weights, live cache). Figures are tokens a second: median (least .. most) over the
+rounds; the ratio is beryl's median to the peer's. --record FILE keeps each round, a line of JSON. At real-time priority the system still
+gives a twentieth of each second to others, on each processor at a time of its own: short measurements, often repeated, are mostly free of
+that (--gen 8 --repeat 9). Peers without the option --n-depth are compared at depth 0 only.
 
 With --load, instead: a whole process that loads a file which is in memory, reads a prompt of about six tokens and writes one. Seconds from its
 start to its end, and the most memory that it had, in MB; the ratio of seconds is the peer's to beryl's.
@@ -36,13 +36,8 @@ def output_of(*command):
     return result.stdout
 
 
-def read_speed(beryl, n_threads):
-    rows = output_of(beryl, "bench", "--read", "--threads", n_threads, "-r", 5).strip().splitlines()
-    return float(rows[-1].split("|")[4])
-
-
 def speeds(program, model, n_threads, options, is_beryl):
-    """{(test, depth): tokens a second}, and the bytes of the weights."""
+    """What each test's JSON line says, by name."""
     arguments = ["-p", options.prompt, "-n", options.gen, "-r", options.repeat, "-o", "json"]
     if options.depth > 0:
         arguments += ["-d", options.depth]
@@ -53,12 +48,10 @@ def speeds(program, model, n_threads, options, is_beryl):
     else:
         subject = [file] if is_beryl else ["-m", file]
     if is_beryl:
-        text = output_of(program, "bench", *subject, "--device", "cpu", "--threads", n_threads, *arguments)
+        text = output_of(program, "bench", *subject, "--device", "cpu", "--threads", n_threads, "--floor", *arguments)
     else:
         text = output_of(program, *subject, "-t", n_threads, *arguments)
-    results = json.loads(text)
-    return {f"pp{each['n_prompt']}" if each["n_prompt"] else f"tg{each['n_gen']}": statistics.median(each["samples_ts"])
-            for each in results}, results[0]["model_size"]
+    return {f"pp{each['n_prompt']}" if each["n_prompt"] else f"tg{each['n_gen']}": each for each in json.loads(text)}
 
 
 def process(*command):
@@ -103,6 +96,11 @@ def short_name(model):
     return synthetic or pathlib.Path(file).stem
 
 
+def medians(lines, key):
+    """Of each round's repetitions; empty where the test has no such figures."""
+    return [statistics.median(line[key]) for line in lines if key in line]
+
+
 def words(values, digits=1):
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
 
@@ -117,7 +115,7 @@ def main():
     parser.add_argument("--gen", default=128, type=int)
     parser.add_argument("--depth", default=0, type=int)
     parser.add_argument("--rounds", default=5, type=int)
-    parser.add_argument("--repeat", default=1, type=int, help="times that a program measures in a round, of which the median counts")
+    parser.add_argument("--repeat", default=5, type=int, help="times that a program measures in a round, of which the median counts")
     parser.add_argument("--prefix", default="", help="before every command, for example 'chrt -f 5'")
     parser.add_argument("--record", type=pathlib.Path, help="a file that a line of JSON a round and test is added to")
     parser.add_argument("--load", action="store_true", help="compare loading and memory instead of speeds")
@@ -133,30 +131,26 @@ def main():
     print("| model | threads | test | peer | beryl | peer's | ratio | GB/s read | share |\n|---|---|---|---|---|---|---|---|---|")
     for n_threads in options.threads.split(","):
         for model in options.models:
-            own, theirs, reads, n_bytes = {}, [{} for _ in options.peer], [], 0
+            own, theirs = {}, [{} for _ in options.peer]
             for _ in range(options.rounds):
-                reads.append(read_speed(options.beryl, n_threads))
-                found, n_bytes = speeds(options.beryl, model, n_threads, options, True)
-                for test, value in found.items():
-                    own.setdefault(test, []).append(value)
-                for peer, results in zip(options.peer, theirs):
-                    for test, value in speeds(peer, model, n_threads, options, False)[0].items():
-                        results.setdefault(test, []).append(value)
-            for test, values in own.items():
+                for program, results in [(options.beryl, own), *zip(options.peer, theirs)]:
+                    for test, line in speeds(program, model, n_threads, options, results is own).items():
+                        results.setdefault(test, []).append(line)
+            for test, lines in own.items():
+                values, reads, shares = (medians(lines, key) for key in ("samples_ts", "samples_read_gb_s", "samples_share_of_read"))
+                others = [medians(results[test], "samples_ts") for results in theirs]
                 if options.record:
                     with options.record.open("a") as record:
-                        for i, value in enumerate(values):
-                            print(json.dumps({"model": short_name(model), "threads": int(n_threads), "test": test,
-                                              "depth": options.depth, "bytes": n_bytes, "read_gb_s": reads[i], "beryl": value,
-                                              **{str(peer): results[test][i] for peer, results in zip(options.peer, theirs)}}),
-                                  file=record)
-                share = ""
-                if test.startswith("tg") and options.depth == 0:
-                    share = f"{statistics.median(value * n_bytes * 1e-9 / read for value, read in zip(values, reads)):.0%}"
+                        for i, line in enumerate(lines):
+                            print(json.dumps({"model": short_name(model), "threads": int(n_threads), "test": test, "depth": options.depth,
+                                              "repeat": options.repeat, "step_bytes": line.get("step_bytes"), "read_gb_s": reads[i],
+                                              "share": shares[i] if shares else None, "beryl": values[i],
+                                              **{str(peer): found[i] for peer, found in zip(options.peer, others)}}), file=record)
+                share = f"{statistics.median(shares):.0%} ({min(shares):.0%} .. {max(shares):.0%})" if shares else ""
                 name = test + (f" @ d{options.depth}" if options.depth else "")
-                for peer, results in zip(options.peer, theirs):
-                    ratio = statistics.median(values) / statistics.median(results[test])
-                    print(f"| {short_name(model)} | {n_threads} | {name} | {peer} | {words(values)} | {words(results[test])} | "
+                for peer, found in zip(options.peer, others):
+                    ratio = statistics.median(values) / statistics.median(found)
+                    print(f"| {short_name(model)} | {n_threads} | {name} | {peer} | {words(values)} | {words(found)} | "
                           f"{ratio:.2f} | {words(reads)} | {share} |", flush=True)
 
 

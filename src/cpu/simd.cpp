@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "cpu/bf16_dot.h"
+#include "cpu/fp8_dot.h"
 #include "cpu/integer_dot.h"
 #include "weights/quote.h"
 
@@ -28,6 +29,7 @@ struct Target {
   bool (*has_more)();               // of what the integer and bf16 kernels need; null: nothing
   const IntegerKernels* integer;
   const Bf16Kernels* bf16;
+  DotFp8 fp8 = nullptr;
 };
 #if defined(__x86_64__)
 bool has_vnni() { return __builtin_cpu_supports("avx512vnni") != 0; }
@@ -37,7 +39,7 @@ bool has_bf16() {
                           bf16_instruction_adds_as_defined();
   return has;
 }
-constexpr Target kTargets[] = {{"avx512bf16", HWY_AVX3, has_bf16, &kAvx512VbmiIntegerKernels, &kAvx512Bf16Kernels},
+constexpr Target kTargets[] = {{"avx512bf16", HWY_AVX3, has_bf16, &kAvx512VbmiIntegerKernels, &kAvx512Bf16Kernels, dot_fp8_avx512vbmi},
                                {"avx512vnni", HWY_AVX3, has_vnni, &kAvx512VnniIntegerKernels, &kAvx512Bf16InF32Kernels},
                                {"avx512", HWY_AVX3, nullptr, &kAvx512IntegerKernels, &kAvx512Bf16InF32Kernels},
                                {"avx2", HWY_AVX2, nullptr, &kAvx2IntegerKernels, &kAvx2Bf16Kernels},
@@ -96,6 +98,11 @@ const IntegerKernels& integer_kernels() {
 const Bf16Kernels& bf16_kernels() {
   const Target* const target = current();
   return target == nullptr ? kPortableBf16Kernels : *target->bf16;
+}
+
+DotFp8 fp8_kernel() {
+  const Target* const target = current();
+  return target == nullptr ? nullptr : target->fp8;
 }
 
 void choose_cpu_target(const std::string& name) {
