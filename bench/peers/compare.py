@@ -15,7 +15,8 @@ gives a twentieth of each second to others, on each processor at a time of its o
 that (--gen 8 --repeat 9). Peers without the option --n-depth are compared at depth 0 only.
 
 With --load, instead: a whole process that loads a file which is in memory, reads a prompt of about six tokens and writes one. Seconds from its
-start to its end, and the most memory that it had, in MB; the ratio of seconds is the peer's to beryl's.
+start to its end, and the most memory that it had, in MB; the ratio of seconds is the peer's to beryl's. With --memory: the same of a process
+that measures a prompt of --prompt tokens once, and 8 tokens behind nothing.
 """
 import argparse
 import json
@@ -66,18 +67,30 @@ def process(*command):
     return time.monotonic() - start, usage.ru_maxrss * 1024e-6
 
 
-def compare_loading(options):
+def compare_processes(options):
     print("| model | threads | peer | s | peer's s | ratio | MB | peer's MB |\n|---|---|---|---|---|---|---|---|")
     help_of = {peer: subprocess.run([peer, "--help"], capture_output=True, text=True).stdout for peer in options.peer}
+    measures = ["-p", options.prompt, "-n", 8, "-r", 1]
+
+    def beryl_command(model, n_threads):
+        machine = ["--device", "cpu", "--threads", n_threads]
+        if options.memory:
+            return [options.beryl, "bench", model, *machine, *measures]
+        return [options.beryl, "run", model, *machine, "--raw", "-p", "The quick brown fox jumps", "-n", 1]
+
+    def peer_command(peer, model, n_threads):
+        if options.memory:
+            return [peer, "-m", model, "-t", n_threads, *measures]
+        no_warm_up = ["--no-warmup"] if "--no-warmup" in help_of[peer] else ["--warmup", "0"]
+        return [peer, "-m", model, "-t", n_threads, "-p", 6, "-n", 1, "-r", 1, *no_warm_up]
+
     for n_threads in options.threads.split(","):
         for model in options.models:
             own, theirs = [], {peer: [] for peer in options.peer}
             for _ in range(options.rounds):
-                own.append(process(options.beryl, "run", model, "--device", "cpu", "--threads", n_threads, "--raw", "-p",
-                                   "The quick brown fox jumps", "-n", 1))
+                own.append(process(*beryl_command(model, n_threads)))
                 for peer in options.peer:
-                    no_warm_up = ["--no-warmup"] if "--no-warmup" in help_of[peer] else ["--warmup", "0"]
-                    theirs[peer].append(process(peer, "-m", model, "-t", n_threads, "-p", 6, "-n", 1, "-r", 1, *no_warm_up))
+                    theirs[peer].append(process(*peer_command(peer, model, n_threads)))
             for peer, found in theirs.items():
                 (seconds, memory), (peer_seconds, peer_memory) = zip(*own), zip(*found)
                 ratio = statistics.median(peer_seconds) / statistics.median(seconds)
@@ -86,7 +99,8 @@ def compare_loading(options):
             if options.record:
                 with options.record.open("a") as record:
                     for i, (seconds, memory) in enumerate(own):
-                        print(json.dumps({"model": short_name(model), "threads": int(n_threads), "test": "load",
+                        print(json.dumps({"model": short_name(model), "threads": int(n_threads),
+                                          "test": f"memory pp{options.prompt}" if options.memory else "load",
                                           "beryl": [seconds, memory], **{str(peer): found[i] for peer, found in theirs.items()}}),
                               file=record)
 
@@ -119,10 +133,11 @@ def main():
     parser.add_argument("--prefix", default="", help="before every command, for example 'chrt -f 5'")
     parser.add_argument("--record", type=pathlib.Path, help="a file that a line of JSON a round and test is added to")
     parser.add_argument("--load", action="store_true", help="compare loading and memory instead of speeds")
+    parser.add_argument("--memory", action="store_true", help="compare memory with a prompt instead of speeds")
     options = parser.parse_args()
     PREFIX.extend(options.prefix.split())
-    if options.load:
-        return compare_loading(options)
+    if options.load or options.memory:
+        return compare_processes(options)
     if options.depth > 0:
         options.peer = [peer for peer in options.peer
                         if "--n-depth" in subprocess.run([peer, "--help"], capture_output=True, text=True).stdout]
