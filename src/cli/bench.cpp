@@ -118,7 +118,8 @@ void require_memory_for_synthetic(const std::string& name, const SyntheticFormat
   const int64_t random = plan.total(MemoryKind::kMappedWeights), needed = random + plan.total(), available = available_memory_bytes();
   if (needed <= available) return;
   throw Error(ErrorCode::kOutOfMemory,
-              fmt::format("out of memory: {} with weights in {} needs {} at least ({} of random weights, {} as the backend keeps them), {} are free",
+              fmt::format("out of memory: {} with weights in {} needs {} at least ({} of random weights, {} as the backend keeps them), "
+                          "{} are free",
                           name, info(formats.layers).name, human_bytes(needed), human_bytes(random), human_bytes(plan.total()),
                           human_bytes(available)));
 }
@@ -186,33 +187,34 @@ nlohmann::ordered_json to_json(const BenchResult& result, const BenchSubject& su
   const std::vector<double> speeds = result.tokens_per_second();
   std::vector<int64_t> nanoseconds;
   for (double seconds : result.seconds) nanoseconds.push_back(static_cast<int64_t>(seconds * 1e9));
-  nlohmann::ordered_json json = {{"build_commit", kBuildCommit},
-          {"build_version", BERYL_VERSION},
-          {"cpu_info", processor_name()},
-          {"gpu_info", backend.device_name()},
-          {"backends", backend.name()},
-          {"model_filename", subject.file},
-          {"model_type", subject.type},
-          {"model_size", subject.weight_bytes},
-          {"model_n_params", subject.n_parameters},
-          {"n_batch", chunk_tokens},
-          {"n_ubatch", chunk_tokens},
-          {"n_threads", options.device.n_threads > 0 ? options.device.n_threads : int64_t{std::thread::hardware_concurrency()}},
-          {"type_k", cache},
-          {"type_v", cache},
-          {"n_prompt", result.what.n_prompt},
-          {"n_gen", result.what.n_gen},
-          {"n_depth", result.what.n_depth},
-          {"n_streams", result.what.n_streams},
-          {"n_allocated", result.n_allocated},
-          {"test_time", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)))},
-          {"avg_ns", static_cast<int64_t>(mean(result.seconds) * 1e9)},
-          {"stddev_ns", static_cast<int64_t>(standard_deviation(result.seconds) * 1e9)},
-          {"avg_ts", mean(speeds)},
-          {"stddev_ts", standard_deviation(speeds)},
-          {"median_ts", median(speeds)},
-          {"samples_ns", nanoseconds},
-          {"samples_ts", speeds}};
+  nlohmann::ordered_json json = {
+      {"build_commit", kBuildCommit},
+      {"build_version", BERYL_VERSION},
+      {"cpu_info", processor_name()},
+      {"gpu_info", backend.device_name()},
+      {"backends", backend.name()},
+      {"model_filename", subject.file},
+      {"model_type", subject.type},
+      {"model_size", subject.weight_bytes},
+      {"model_n_params", subject.n_parameters},
+      {"n_batch", chunk_tokens},
+      {"n_ubatch", chunk_tokens},
+      {"n_threads", options.device.n_threads > 0 ? options.device.n_threads : int64_t{std::thread::hardware_concurrency()}},
+      {"type_k", cache},
+      {"type_v", cache},
+      {"n_prompt", result.what.n_prompt},
+      {"n_gen", result.what.n_gen},
+      {"n_depth", result.what.n_depth},
+      {"n_streams", result.what.n_streams},
+      {"n_allocated", result.n_allocated},
+      {"test_time", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)))},
+      {"avg_ns", static_cast<int64_t>(mean(result.seconds) * 1e9)},
+      {"stddev_ns", static_cast<int64_t>(standard_deviation(result.seconds) * 1e9)},
+      {"avg_ts", mean(speeds)},
+      {"stddev_ts", standard_deviation(speeds)},
+      {"median_ts", median(speeds)},
+      {"samples_ns", nanoseconds},
+      {"samples_ts", speeds}};
   if (result.read_speeds.empty()) return json;
   std::vector<double> gigabytes;
   for (double each : result.read_speeds) gigabytes.push_back(each * 1e-9);
@@ -297,7 +299,8 @@ class Bench {
       throw UsageError(fmt::format("-o {}: {} prints Markdown only (-o md)", options_.output, options_.read ? "--read" : "--ops"));
     if (options_.read && options_.ops) throw UsageError("--read measures the machine and --ops a model: one of them at a time");
     if (options_.read && options_.device.name == "cuda") throw UsageError("--read measures the host's memory; on a GPU --ops does, beside a model");
-    if (options_.read && options_.floor) throw UsageError("--floor measures a model beside memory, --read memory alone: one of them at a time");
+    if (options_.read && options_.floor)
+      throw UsageError("--floor measures a model beside memory, --read memory alone: one of them at a time");
     if (options_.read) return print_read_speed(options_);
     if (options_.floor && options_.ops) throw UsageError("--floor is for whole runs, not for --ops");
     if (options_.model.empty() == options_.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
@@ -349,8 +352,8 @@ class Bench {
       std::function<double()> read;
       if (meter_) read = [this] { return meter_->measure(); };
       for (const BenchCase& what : cases_)
-        report(runner->run(what, static_cast<int>(options_.n_repetitions), read), subject, cache_words(*backend_, runner->cache_element_bytes()),
-               runner->chunk_tokens());
+        report(runner->run(what, static_cast<int>(options_.n_repetitions), read), subject,
+               cache_words(*backend_, runner->cache_element_bytes()), runner->chunk_tokens());
     }
   }
 

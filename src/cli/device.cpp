@@ -71,7 +71,8 @@ void warn_of_idle_options(const DeviceOptions& options, const Backend& backend, 
   };
   for (const Op& op : program.ops) {
     if (const auto* linear = std::get_if<Linear>(&op); linear != nullptr && has_bf16(linear->weight)) return;
-    if (const auto* experts = std::get_if<Experts>(&op); experts != nullptr && (has_bf16(experts->gate_up) || has_bf16(experts->down))) return;
+    const auto* experts = std::get_if<Experts>(&op);
+    if (experts != nullptr && (has_bf16(experts->gate_up) || has_bf16(experts->down))) return;
   }
   print_warning("--activations bf16 changes nothing: this model multiplies no BF16 weights");
 }

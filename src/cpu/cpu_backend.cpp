@@ -269,7 +269,9 @@ class CpuExecutor final : public HostExecutor<float> {
   }
 
  private:
-  enum Scratch { kPacked, kQuantized, kRounded, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices, kTableRow };
+  enum Scratch {
+    kPacked, kQuantized, kRounded, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices, kTableRow
+  };
   float* scratch(Scratch which) const { return scratch_[static_cast<size_t>(which)].as<float>(); }
   float* thread_scratch(Scratch which, int64_t n_floats, int thread) const {
     return scratch(which) + thread * whole_lines(n_floats);

@@ -17,7 +17,8 @@ namespace {
 
 struct Tables {
   alignas(64) std::array<uint8_t, 128> byte2, byte3;              // of the f32 of each code without sign
-  alignas(64) std::array<std::array<uint8_t, 64>, 4> places{};   // columns 16 i .. 16 i + 15 of 64: byte 2 from the first operand, 3 from the second
+  // Columns 16 i .. 16 i + 15 of 64: byte 2 from the first operand of the permutation, byte 3 from the second.
+  alignas(64) std::array<std::array<uint8_t, 64>, 4> places{};
 };
 const Tables kTables = [] {
   Tables tables;
