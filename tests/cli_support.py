@@ -122,9 +122,9 @@ class Program:
         self.environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
         self.environment["CUDA_VISIBLE_DEVICES"] = ""
 
-    def __call__(self, *arguments, stdin=b"", timeout=120, **options):
+    def __call__(self, *arguments, stdin=b"", timeout=120, environment=None, **options):
         return subprocess.run([self.path, *map(str, arguments)], input=stdin, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=timeout, env=self.environment, **options)
+                              stderr=subprocess.PIPE, timeout=timeout, env=self.environment | (environment or {}), **options)
 
     def start(self, *arguments, **options):
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options

@@ -246,6 +246,47 @@ class FailureTest(CliTest):
         result = beryl("perplexity", self.sick, __file__, "--ctx", "16", "--device", "cpu")
         self.assert_fails(result, 1, "cpu: the logits after token 8 of window 0 are not finite")
 
+    def test_a_bench_of_numbers_that_are_not_finite_fails(self):
+        for rest in (["-p", "0", "-n", "3"], ["-p", "3", "-n", "0"], ["-p", "3", "-n", "0", "-d", "2", "-b", "2", "-o", "jsonl"], ["--ops"]):
+            with self.subTest(rest=rest):
+                self.assert_fails(beryl("bench", self.sick, "--device", "cpu", "-r", "1", *rest), 1, "no finite numbers")
+
+    def test_a_bench_past_the_models_positions_ends_at_once(self):
+        short = make_speaking_model(self.folder / "short", context=100)
+        for rest, *parts in ((["-d", "100000"], "-d 100000", "100", "made for 100"), (["-p", "101", "-n", "0"], "-p 101", "101 positions"),
+                             (["-p", "0", "-n", "51", "-d", "0,50"], "-d 50 and -n 51 need 101"), (["--ops", "-d", "90"], "made for 100")):
+            with self.subTest(rest=rest):
+                self.assert_fails(beryl("bench", short, "--device", "cpu", "-r", "1", *rest, timeout=20), 1, *parts)
+        self.succeed("bench", short, "--device", "cpu", "-r", "1", "-p", "0", "-n", "50", "-d", "50")
+
+    def test_a_wrong_setting_in_the_environment_is_told_by_every_command(self):
+        model, out = self.model, self.folder / "out"
+        commands = (["run", model, "-p", "x"], ["chat", model], ["serve", model], ["inspect", model], ["inspect", model, "--plan"],
+                    ["tokenize", model, "x"], ["trace", model, "--ids", "1", "-o", out], ["bench", model], ["bench", "--read"],
+                    ["perplexity", model, __file__], ["verify"], ["quantize", model, out], ["list"],
+                    ["bench", model, "--device", "reference"])
+        for command in commands:
+            for name, value, expected in (("BERYL_CPU_TARGET", "avx1024", "one of"), ("BERYL_PIN_THREADS", "banana", " or 0 was expected")):
+                with self.subTest(command=command, name=name):
+                    self.assert_fails(beryl(*command, environment={name: value}, timeout=20), 1, f"{name} is '{value}'", expected)
+        self.assertFalse(out.exists())
+        for value in ("", "0", "1"):
+            self.succeed("bench", model, "--device", "cpu", "-p", "1", "-n", "0", "-r", "1", environment={"BERYL_PIN_THREADS": value})
+        self.succeed("bench", model, "--device", "cpu", "-p", "1", "-n", "0", "-r", "1", environment={"BERYL_CPU_TARGET": ""})
+        self.succeed("--version", environment={"BERYL_PIN_THREADS": "banana"})
+
+    def test_random_weights_that_do_not_fit_say_what_they_need(self):
+        def small():
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        result = beryl("bench", "--synthetic", "gemma3-4b", "--format", "q8_0", "--head", "q8_0", "--device", "cpu", "--threads", "1",
+                       "-p", "1", "-n", "0", preexec_fn=small)
+        self.assert_fails(result, 1, "out of memory", "GB")
+        status = pathlib.Path("/proc/meminfo").read_text()
+        if sum(int(kb) for kb in re.findall(r"(?m)^(?:MemAvailable|SwapFree):\s+(\d+)", status)) > 200e6:
+            self.skipTest("a machine with room for 70 billion weights of 32 bits")
+        result = beryl("bench", "--synthetic", "llama3.1-70b", "--format", "f32", "--head", "f32", "--device", "cpu")
+        self.assert_fails(result, 1, "llama3.1-70b with weights in f32 needs 560 GB", "282 GB of random weights", "are free")
+
     def test_standard_input_without_an_end_is_refused(self):
         with open("/dev/zero", "rb") as zeros:
             result = subprocess.run([beryl.path, "tokenize", self.model, "--ids"], stdin=zeros, capture_output=True,
@@ -446,6 +487,8 @@ class BenchTest(CliTest):
         self.assert_fails(beryl("bench", "--read", GOLDEN / "llama"), 2, "--read", "MODEL")
         self.assert_fails(beryl("bench", "--read", "--ops"), 2, "--read", "--ops")
         self.assert_fails(beryl("bench", "--read", "--device", "cuda"), 2, "--read", "GPU")
+        self.assert_fails(beryl("bench", "--read", "--floor"), 2, "--read", "--floor")
+        self.assert_fails(beryl("bench", GOLDEN / "llama", "--ops", "--floor"), 2, "--ops", "--floor")
         for arguments in (["--read"], [GOLDEN / "llama", "--device", "cpu", "--ops"]):
             for output in ("json", "jsonl"):
                 self.assert_fails(beryl("bench", *arguments, "-o", output), 2, "-o " + output, "Markdown")
@@ -486,6 +529,44 @@ class BenchTest(CliTest):
         table = self.succeed(*arguments).stdout.decode()
         self.assertEqual(table.count("\n"), 2 + len(results))
         self.assertIn("| tg5 @ d20 x2 of 100 |", table)
+
+
+    def test_memory_stays_near_the_files_size(self):
+        folder = self.folder / "small"
+        self.succeed("quantize", "--synthetic", "smollm2-135m", folder, "--format", "q4_0", "--head", "q8_0")
+        file = sum(path.stat().st_size for path in folder.iterdir())
+        process = beryl.start("bench", folder, "--device", "cpu", "--threads", "2", "-p", "512", "-n", "0", "-r", "1")
+        process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        process.stdout.close()
+        process.stderr.close()
+        self.assertEqual(process.returncode, 0)
+        cache = 30 * 512 * 2 * 3 * 64 * 2                                # layers, positions, keys and values, heads, f16
+        # Weights twice would be 90 MB more; the table of embeddings beside the packed head, 30.
+        self.assertLess(usage.ru_maxrss * 1024, file + cache + 42e6)
+
+    def test_the_floor_is_measured_beside_each_repetition(self):
+        arguments = ["bench", GOLDEN / "llama", "--device", "cpu", "-p", "3", "-n", "4", "-d", "16", "-r", "3", "--floor"]
+        prompt, decode = (json.loads(line) for line in self.succeed(*arguments, "-o", "jsonl").stdout.decode().splitlines())
+        header = read_header(GOLDEN / "llama" / "model.safetensors")
+        weights = sum(end - begin for name, (_, _, begin, end) in header.items()
+                      if "norm" not in name and "embed_tokens" not in name)
+        config = json.loads((GOLDEN / "llama" / "config.json").read_text())
+        row = 2 * config["hidden_size"]                                  # of the embedding, BF16
+        keys_and_values = 2 * 2 * config["num_key_value_heads"] * config["head_dim"] * config["num_hidden_layers"]   # f16
+        # A token more in the cache: the one that the step appends is read by its attention and written.
+        self.assertEqual(decode["step_bytes"], weights + row + keys_and_values * (16 + 2 + 1 + 1))
+        self.assertNotIn("step_bytes", prompt)
+        for each in (prompt, decode):
+            self.assertEqual(len(each["samples_read_gb_s"]), 3)
+            self.assertTrue(all(0.05 < speed < 5000 for speed in each["samples_read_gb_s"]))
+        for share, tokens, read in zip(decode["samples_share_of_read"], decode["samples_ts"], decode["samples_read_gb_s"]):
+            self.assertAlmostEqual(share, tokens * decode["step_bytes"] / read * 1e-9, delta=share * 0.01)
+        table = self.succeed(*arguments).stdout.decode().splitlines()
+        self.assertTrue(table[0].endswith("| GB/s read | share |"))
+        self.assertRegex(table[3], r"\| [\d.]+ \| \d+ % \|\Z")
+        self.assertEqual({line.count("|") for line in table}, {9})
 
 
 class PerplexityTest(CliTest):
@@ -581,6 +662,21 @@ class DeviceTest(CliTest):
                 self.assert_fails(result, 1)
                 self.assertRegex(result.stderr.decode(), "no CUDA backend|no NVIDIA driver|no NVIDIA GPU")
         self.assertFalse(out.exists())
+
+    def test_activations_without_effect_are_told(self):
+        quantized = self.folder / "quantized"
+        self.succeed("quantize", self.speaking, quantized, "--format", "q8_0", "--head", "q8_0")
+        text = self.folder / "text.txt"
+        text.write_text("x" * 64)
+        commands = (["run", "-p", "x", "-n", "1", "--temp", "0"], ["trace", "--ids", "1", "-o", self.folder / "t.safetensors"],
+                    ["bench", "-p", "1", "-n", "0", "-r", "1"], ["perplexity", text, "--ctx", "32"], ["inspect", "--plan"])
+        for command, *rest in commands:
+            for model, is_told in ((quantized, True), (self.speaking, False)):
+                with self.subTest(command=command, model=model.name):
+                    result = self.succeed(command, model, *rest, "--device", "cpu", "--activations", "bf16")
+                    lines = [line for line in result.stderr.decode().splitlines() if "--activations" in line]
+                    self.assertEqual(lines, ["beryl: warning: --activations bf16 changes nothing: this model multiplies no BF16 weights"]
+                                     if is_told else [])
 
     def test_auto_takes_the_cpu_and_says_nothing_of_hidden_gpus(self):
         result = self.succeed("bench", GOLDEN / "llama", "-p", "1", "-n", "1", "-r", "1")

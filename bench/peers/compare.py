@@ -7,15 +7,16 @@
 A model may also be NAME:FORMAT:HEAD=FILE.gguf: beryl then runs `bench --synthetic NAME --format FORMAT --head HEAD`, the peers the
 file, for formats that they do not have.
 
-In each round every program runs once on each model and thread count, one after the other, and before them memory is read
-at full speed, because machines that are shared change theirs. Figures are tokens a second: median (least .. most) over the
-rounds; the ratio is beryl's median to the peer's; the share is the median of what beryl reached of the read speed measured in the
-same round, if a token moved the file's weights once. --record FILE keeps each round, a line of JSON: a machine may change its state between
-rounds. At real-time priority the system still gives a twentieth of each second to others, on each processor at a time of its own: short
-measurements with --repeat are mostly free of that (--gen 8 --repeat 9). Peers without the option --n-depth are compared at depth 0 only.
+In each round every program runs once on each model and thread count, one after the other, and measures --repeat times; its median
+counts. beryl reads memory at full speed between its repetitions (`bench --floor`), because machines that are shared change theirs: the share
+is of that speed, by the bytes that a token must move (weights, live cache). Figures are tokens a second: median (least .. most) over the
+rounds; the ratio is beryl's median to the peer's. --record FILE keeps each round, a line of JSON. At real-time priority the system still
+gives a twentieth of each second to others, on each processor at a time of its own: short measurements, often repeated, are mostly free of
+that (--gen 8 --repeat 9). Peers without the option --n-depth are compared at depth 0 only.
 
 With --load, instead: a whole process that loads a file which is in memory, reads a prompt of about six tokens and writes one. Seconds from its
-start to its end, and the most memory that it had, in MB; the ratio of seconds is the peer's to beryl's.
+start to its end, and the most memory that it had, in MB; the ratio of seconds is the peer's to beryl's. With --memory: the same of a process
+that measures a prompt of --prompt tokens once, and 8 tokens behind nothing.
 """
 import argparse
 import json
@@ -36,13 +37,8 @@ def output_of(*command):
     return result.stdout
 
 
-def read_speed(beryl, n_threads):
-    rows = output_of(beryl, "bench", "--read", "--threads", n_threads, "-r", 5).strip().splitlines()
-    return float(rows[-1].split("|")[4])
-
-
 def speeds(program, model, n_threads, options, is_beryl):
-    """{(test, depth): tokens a second}, and the bytes of the weights."""
+    """What each test's JSON line says, by name."""
     arguments = ["-p", options.prompt, "-n", options.gen, "-r", options.repeat, "-o", "json"]
     if options.depth > 0:
         arguments += ["-d", options.depth]
@@ -53,12 +49,10 @@ def speeds(program, model, n_threads, options, is_beryl):
     else:
         subject = [file] if is_beryl else ["-m", file]
     if is_beryl:
-        text = output_of(program, "bench", *subject, "--device", "cpu", "--threads", n_threads, *arguments)
+        text = output_of(program, "bench", *subject, "--device", "cpu", "--threads", n_threads, "--floor", *arguments)
     else:
         text = output_of(program, *subject, "-t", n_threads, *arguments)
-    results = json.loads(text)
-    return {f"pp{each['n_prompt']}" if each["n_prompt"] else f"tg{each['n_gen']}": statistics.median(each["samples_ts"])
-            for each in results}, results[0]["model_size"]
+    return {f"pp{each['n_prompt']}" if each["n_prompt"] else f"tg{each['n_gen']}": each for each in json.loads(text)}
 
 
 def process(*command):
@@ -73,18 +67,30 @@ def process(*command):
     return time.monotonic() - start, usage.ru_maxrss * 1024e-6
 
 
-def compare_loading(options):
+def compare_processes(options):
     print("| model | threads | peer | s | peer's s | ratio | MB | peer's MB |\n|---|---|---|---|---|---|---|---|")
     help_of = {peer: subprocess.run([peer, "--help"], capture_output=True, text=True).stdout for peer in options.peer}
+    measures = ["-p", options.prompt, "-n", 8, "-r", 1]
+
+    def beryl_command(model, n_threads):
+        machine = ["--device", "cpu", "--threads", n_threads]
+        if options.memory:
+            return [options.beryl, "bench", model, *machine, *measures]
+        return [options.beryl, "run", model, *machine, "--raw", "-p", "The quick brown fox jumps", "-n", 1]
+
+    def peer_command(peer, model, n_threads):
+        if options.memory:
+            return [peer, "-m", model, "-t", n_threads, *measures]
+        no_warm_up = ["--no-warmup"] if "--no-warmup" in help_of[peer] else ["--warmup", "0"]
+        return [peer, "-m", model, "-t", n_threads, "-p", 6, "-n", 1, "-r", 1, *no_warm_up]
+
     for n_threads in options.threads.split(","):
         for model in options.models:
             own, theirs = [], {peer: [] for peer in options.peer}
             for _ in range(options.rounds):
-                own.append(process(options.beryl, "run", model, "--device", "cpu", "--threads", n_threads, "--raw", "-p",
-                                   "The quick brown fox jumps", "-n", 1))
+                own.append(process(*beryl_command(model, n_threads)))
                 for peer in options.peer:
-                    no_warm_up = ["--no-warmup"] if "--no-warmup" in help_of[peer] else ["--warmup", "0"]
-                    theirs[peer].append(process(peer, "-m", model, "-t", n_threads, "-p", 6, "-n", 1, "-r", 1, *no_warm_up))
+                    theirs[peer].append(process(*peer_command(peer, model, n_threads)))
             for peer, found in theirs.items():
                 (seconds, memory), (peer_seconds, peer_memory) = zip(*own), zip(*found)
                 ratio = statistics.median(peer_seconds) / statistics.median(seconds)
@@ -93,7 +99,8 @@ def compare_loading(options):
             if options.record:
                 with options.record.open("a") as record:
                     for i, (seconds, memory) in enumerate(own):
-                        print(json.dumps({"model": short_name(model), "threads": int(n_threads), "test": "load",
+                        print(json.dumps({"model": short_name(model), "threads": int(n_threads),
+                                          "test": f"memory pp{options.prompt}" if options.memory else "load",
                                           "beryl": [seconds, memory], **{str(peer): found[i] for peer, found in theirs.items()}}),
                               file=record)
 
@@ -101,6 +108,11 @@ def compare_loading(options):
 def short_name(model):
     synthetic, _, file = model.rpartition("=")
     return synthetic or pathlib.Path(file).stem
+
+
+def medians(lines, key):
+    """Of each round's repetitions; empty where the test has no such figures."""
+    return [statistics.median(line[key]) for line in lines if key in line]
 
 
 def words(values, digits=1):
@@ -117,14 +129,15 @@ def main():
     parser.add_argument("--gen", default=128, type=int)
     parser.add_argument("--depth", default=0, type=int)
     parser.add_argument("--rounds", default=5, type=int)
-    parser.add_argument("--repeat", default=1, type=int, help="times that a program measures in a round, of which the median counts")
+    parser.add_argument("--repeat", default=5, type=int, help="times that a program measures in a round, of which the median counts")
     parser.add_argument("--prefix", default="", help="before every command, for example 'chrt -f 5'")
     parser.add_argument("--record", type=pathlib.Path, help="a file that a line of JSON a round and test is added to")
     parser.add_argument("--load", action="store_true", help="compare loading and memory instead of speeds")
+    parser.add_argument("--memory", action="store_true", help="compare memory with a prompt instead of speeds")
     options = parser.parse_args()
     PREFIX.extend(options.prefix.split())
-    if options.load:
-        return compare_loading(options)
+    if options.load or options.memory:
+        return compare_processes(options)
     if options.depth > 0:
         options.peer = [peer for peer in options.peer
                         if "--n-depth" in subprocess.run([peer, "--help"], capture_output=True, text=True).stdout]
@@ -133,30 +146,26 @@ def main():
     print("| model | threads | test | peer | beryl | peer's | ratio | GB/s read | share |\n|---|---|---|---|---|---|---|---|---|")
     for n_threads in options.threads.split(","):
         for model in options.models:
-            own, theirs, reads, n_bytes = {}, [{} for _ in options.peer], [], 0
+            own, theirs = {}, [{} for _ in options.peer]
             for _ in range(options.rounds):
-                reads.append(read_speed(options.beryl, n_threads))
-                found, n_bytes = speeds(options.beryl, model, n_threads, options, True)
-                for test, value in found.items():
-                    own.setdefault(test, []).append(value)
-                for peer, results in zip(options.peer, theirs):
-                    for test, value in speeds(peer, model, n_threads, options, False)[0].items():
-                        results.setdefault(test, []).append(value)
-            for test, values in own.items():
+                for program, results in [(options.beryl, own), *zip(options.peer, theirs)]:
+                    for test, line in speeds(program, model, n_threads, options, results is own).items():
+                        results.setdefault(test, []).append(line)
+            for test, lines in own.items():
+                values, reads, shares = (medians(lines, key) for key in ("samples_ts", "samples_read_gb_s", "samples_share_of_read"))
+                others = [medians(results[test], "samples_ts") for results in theirs]
                 if options.record:
                     with options.record.open("a") as record:
-                        for i, value in enumerate(values):
-                            print(json.dumps({"model": short_name(model), "threads": int(n_threads), "test": test,
-                                              "depth": options.depth, "bytes": n_bytes, "read_gb_s": reads[i], "beryl": value,
-                                              **{str(peer): results[test][i] for peer, results in zip(options.peer, theirs)}}),
-                                  file=record)
-                share = ""
-                if test.startswith("tg") and options.depth == 0:
-                    share = f"{statistics.median(value * n_bytes * 1e-9 / read for value, read in zip(values, reads)):.0%}"
+                        for i, line in enumerate(lines):
+                            print(json.dumps({"model": short_name(model), "threads": int(n_threads), "test": test, "depth": options.depth,
+                                              "repeat": options.repeat, "step_bytes": line.get("step_bytes"), "read_gb_s": reads[i],
+                                              "share": shares[i] if shares else None, "beryl": values[i],
+                                              **{str(peer): found[i] for peer, found in zip(options.peer, others)}}), file=record)
+                share = f"{statistics.median(shares):.0%} ({min(shares):.0%} .. {max(shares):.0%})" if shares else ""
                 name = test + (f" @ d{options.depth}" if options.depth else "")
-                for peer, results in zip(options.peer, theirs):
-                    ratio = statistics.median(values) / statistics.median(results[test])
-                    print(f"| {short_name(model)} | {n_threads} | {name} | {peer} | {words(values)} | {words(results[test])} | "
+                for peer, found in zip(options.peer, others):
+                    ratio = statistics.median(values) / statistics.median(found)
+                    print(f"| {short_name(model)} | {n_threads} | {name} | {peer} | {words(values)} | {words(found)} | "
                           f"{ratio:.2f} | {words(reads)} | {share} |", flush=True)
 
 

@@ -28,4 +28,12 @@ class MappedFile {
 // again from the file's cache when they are read. Bytes that lie elsewhere stay as they are.
 void release_mapped_pages(std::span<const std::byte> bytes);
 
+// The same of all living MappedFiles.
+void release_all_mapped_pages();
+
+// As std::memcpy; but what lies in a living MappedFile is read from the file, so that no page of it becomes resident: for a few bytes here
+// and there (the system maps 64 KB or more around each byte that is touched). Throws Error(kIo) where the file no longer has them. Any
+// thread.
+void read_without_mapping(std::span<const std::byte> bytes, std::byte* to);
+
 }  // namespace beryl

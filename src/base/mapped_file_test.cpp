@@ -7,8 +7,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <span>
 #include <string>
+#include <vector>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "base/error.h"
@@ -87,6 +91,58 @@ TEST_F(MappedFileTest, ReleasedPagesComeBackAndOtherMemoryIsLeftAlone) {
   release_mapped_pages(std::as_bytes(std::span(other)));
   release_mapped_pages({});
   EXPECT_EQ(other, bytes);
+  release_all_mapped_pages();
+  EXPECT_EQ(std::memcmp(file.bytes().data(), bytes.data(), bytes.size()), 0);
+  EXPECT_EQ(other, bytes);
+}
+
+// How many KB of the mapping at this address are resident, by /proc/self/smaps.
+int64_t resident_kb(const std::byte* address) {
+  std::ifstream maps("/proc/self/smaps");
+  const std::string begin = fmt::format("{:x}-", reinterpret_cast<uintptr_t>(address));
+  bool found = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.starts_with(begin)) found = true;
+    if (found && line.starts_with("Rss:")) return std::atoll(line.c_str() + 4);
+  }
+  return -1;
+}
+
+TEST_F(MappedFileTest, ReadingWithoutMappingLeavesNoPageResident) {
+  std::string bytes(3 << 20, '\0');
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(i * 7 % 251);
+  const MappedFile file(write("bytes", bytes));
+  EXPECT_EQ(resident_kb(file.bytes().data()), 0);
+  std::string read(1000, '\0');
+  for (size_t at = 0; at < bytes.size() - read.size(); at += 100'003) {
+    read_without_mapping(file.bytes().subspan(at, read.size()), reinterpret_cast<std::byte*>(read.data()));
+    ASSERT_EQ(read, bytes.substr(at, read.size())) << at;
+  }
+  EXPECT_EQ(resident_kb(file.bytes().data()), 0);
+  EXPECT_EQ(static_cast<char>(file.bytes()[1]), bytes[1]);
+  EXPECT_GT(resident_kb(file.bytes().data()), 0) << "what the test measures";
+  release_all_mapped_pages();
+  EXPECT_EQ(resident_kb(file.bytes().data()), 0);
+
+  const std::string other = "not in a file";
+  read_without_mapping(std::as_bytes(std::span(other)), reinterpret_cast<std::byte*>(read.data()));
+  EXPECT_EQ(read.substr(0, other.size()), other);
+  read_without_mapping({}, nullptr);
+}
+
+TEST_F(MappedFileTest, AFileThatBecameShorterIsAnError) {
+  const std::string path = write("bytes", std::string(20'000, 'x'));
+  const MappedFile file(path);
+  std::filesystem::resize_file(path, 10'000);
+  std::vector<std::byte> to(6'000);
+  try {
+    read_without_mapping(file.bytes().subspan(5'000, 6'000), to.data());
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code, ErrorCode::kIo);
+    EXPECT_NE(std::string(error.what()).find("shorter"), std::string::npos) << error.what();
+  }
+  read_without_mapping(file.bytes().subspan(4'000, 6'000), to.data());
 }
 
 }  // namespace

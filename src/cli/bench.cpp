@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <ctime>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,6 +18,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 #include "build_commit.h"
 #include "cli/commands.h"
 #include "cli/console.h"
@@ -36,6 +38,7 @@ namespace {
 
 constexpr int64_t kMaxPositions = 1 << 24;
 constexpr int64_t kMaxStreams = 1024;
+constexpr int64_t kReadBytes = 512 << 20;   // no cache holds a part of it that counts
 
 struct BenchOptions {
   std::string model;
@@ -54,6 +57,7 @@ struct BenchOptions {
   std::string output = "md";
   bool ops = false;
   bool read = false;
+  bool floor = false;
   bool names_formats = false;      // --format or --head was given
 };
 
@@ -91,6 +95,33 @@ std::vector<BenchCase> bench_cases(const BenchOptions& options) {
     }
   if (cases.empty()) throw UsageError("nothing to measure: -p and -n are both 0");
   return cases;
+}
+
+// Positions behind those that a model was made for are read as slowly as any, and mean nothing.
+void require_positions(const Model& model, const std::vector<BenchCase>& cases) {
+  for (const BenchCase& what : cases) {
+    const int64_t needed = what.n_depth + what.n_prompt + what.n_gen;
+    if (needed <= model.config.context) continue;
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("-d {} and {} {} need {} positions, the model was made for {}", what.n_depth, what.n_prompt > 0 ? "-p" : "-n",
+                            what.n_prompt + what.n_gen, needed, model.config.context));
+  }
+}
+
+// Random weights lie in memory twice on a host: as a file would have them, and as products read them. Asked for before any is made,
+// since the system lends more than it has and ends somebody's process when it is used.
+void require_memory_for_synthetic(const std::string& name, const SyntheticFormats& formats, const Backend& backend) {
+  const Model model = make_synthetic_model(name, formats, 1, false);
+  RunLimits run;
+  run.context = run.chunk_tokens = 1;
+  const MemoryPlan plan = plan_memory(model.program, run, backend);
+  const int64_t random = plan.total(MemoryKind::kMappedWeights), needed = random + plan.total(), available = available_memory_bytes();
+  if (needed <= available) return;
+  throw Error(ErrorCode::kOutOfMemory,
+              fmt::format("out of memory: {} with weights in {} needs {} at least ({} of random weights, {} as the backend keeps them), "
+                          "{} are free",
+                          name, info(formats.layers).name, human_bytes(needed), human_bytes(random), human_bytes(plan.total()),
+                          human_bytes(available)));
 }
 
 std::string test_name(const BenchResult& result, bool with_allocation) {
@@ -156,33 +187,42 @@ nlohmann::ordered_json to_json(const BenchResult& result, const BenchSubject& su
   const std::vector<double> speeds = result.tokens_per_second();
   std::vector<int64_t> nanoseconds;
   for (double seconds : result.seconds) nanoseconds.push_back(static_cast<int64_t>(seconds * 1e9));
-  return {{"build_commit", kBuildCommit},
-          {"build_version", BERYL_VERSION},
-          {"cpu_info", processor_name()},
-          {"gpu_info", backend.device_name()},
-          {"backends", backend.name()},
-          {"model_filename", subject.file},
-          {"model_type", subject.type},
-          {"model_size", subject.weight_bytes},
-          {"model_n_params", subject.n_parameters},
-          {"n_batch", chunk_tokens},
-          {"n_ubatch", chunk_tokens},
-          {"n_threads", options.device.n_threads > 0 ? options.device.n_threads : int64_t{std::thread::hardware_concurrency()}},
-          {"type_k", cache},
-          {"type_v", cache},
-          {"n_prompt", result.what.n_prompt},
-          {"n_gen", result.what.n_gen},
-          {"n_depth", result.what.n_depth},
-          {"n_streams", result.what.n_streams},
-          {"n_allocated", result.n_allocated},
-          {"test_time", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)))},
-          {"avg_ns", static_cast<int64_t>(mean(result.seconds) * 1e9)},
-          {"stddev_ns", static_cast<int64_t>(standard_deviation(result.seconds) * 1e9)},
-          {"avg_ts", mean(speeds)},
-          {"stddev_ts", standard_deviation(speeds)},
-          {"median_ts", median(speeds)},
-          {"samples_ns", nanoseconds},
-          {"samples_ts", speeds}};
+  nlohmann::ordered_json json = {
+      {"build_commit", kBuildCommit},
+      {"build_version", BERYL_VERSION},
+      {"cpu_info", processor_name()},
+      {"gpu_info", backend.device_name()},
+      {"backends", backend.name()},
+      {"model_filename", subject.file},
+      {"model_type", subject.type},
+      {"model_size", subject.weight_bytes},
+      {"model_n_params", subject.n_parameters},
+      {"n_batch", chunk_tokens},
+      {"n_ubatch", chunk_tokens},
+      {"n_threads", options.device.n_threads > 0 ? options.device.n_threads : int64_t{std::thread::hardware_concurrency()}},
+      {"type_k", cache},
+      {"type_v", cache},
+      {"n_prompt", result.what.n_prompt},
+      {"n_gen", result.what.n_gen},
+      {"n_depth", result.what.n_depth},
+      {"n_streams", result.what.n_streams},
+      {"n_allocated", result.n_allocated},
+      {"test_time", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)))},
+      {"avg_ns", static_cast<int64_t>(mean(result.seconds) * 1e9)},
+      {"stddev_ns", static_cast<int64_t>(standard_deviation(result.seconds) * 1e9)},
+      {"avg_ts", mean(speeds)},
+      {"stddev_ts", standard_deviation(speeds)},
+      {"median_ts", median(speeds)},
+      {"samples_ns", nanoseconds},
+      {"samples_ts", speeds}};
+  if (result.read_speeds.empty()) return json;
+  std::vector<double> gigabytes;
+  for (double each : result.read_speeds) gigabytes.push_back(each * 1e-9);
+  json["samples_read_gb_s"] = gigabytes;
+  if (result.what.n_gen == 0) return json;
+  json["step_bytes"] = result.step_bytes;
+  json["samples_share_of_read"] = result.shares_of_read();
+  return json;
 }
 
 const char* cache_words(const Backend& backend, int element_bytes) {
@@ -196,12 +236,11 @@ const char* cache_words(const Backend& backend, int element_bytes) {
 
 // The ceiling of decoding on a CPU: GB/s at which threads read memory that no cache holds.
 int print_read_speed(const BenchOptions& options) {
-  constexpr int64_t kBytes = 512 << 20;
   if (!options.model.empty() || !options.synthetic.empty()) throw UsageError("--read measures the machine: it takes no MODEL");
   const int most = options.device.n_threads > 0 ? static_cast<int>(options.device.n_threads) : usable_cores();
   std::string text = "| threads | GB/s read | sd | median |\n|---:|---:|---:|---:|\n";
   for (int n_threads = 1; n_threads <= most; n_threads = n_threads < most && 2 * n_threads > most ? most : 2 * n_threads) {
-    std::vector<double> speeds = measure_read_speed(n_threads, kBytes, static_cast<int>(options.n_repetitions));
+    std::vector<double> speeds = measure_read_speed(n_threads, kReadBytes, static_cast<int>(options.n_repetitions));
     for (double& speed : speeds) speed *= 1e-9;
     text += fmt::format("| {} | {:.1f} | {:.1f} | {:.1f} |\n", n_threads, mean(speeds), standard_deviation(speeds), median(speeds));
   }
@@ -260,7 +299,10 @@ class Bench {
       throw UsageError(fmt::format("-o {}: {} prints Markdown only (-o md)", options_.output, options_.read ? "--read" : "--ops"));
     if (options_.read && options_.ops) throw UsageError("--read measures the machine and --ops a model: one of them at a time");
     if (options_.read && options_.device.name == "cuda") throw UsageError("--read measures the host's memory; on a GPU --ops does, beside a model");
+    if (options_.read && options_.floor)
+      throw UsageError("--floor measures a model beside memory, --read memory alone: one of them at a time");
     if (options_.read) return print_read_speed(options_);
+    if (options_.floor && options_.ops) throw UsageError("--floor is for whole runs, not for --ops");
     if (options_.model.empty() == options_.synthetic.empty()) throw UsageError("give either MODEL or --synthetic NAME");
     if (options_.synthetic.empty() && options_.names_formats)
       throw UsageError("--format and --head are for --synthetic: a file has the formats it has");
@@ -268,14 +310,25 @@ class Bench {
       throw UsageError("--cache: the reference's cache has double precision");
     std::vector<SyntheticFormats> formats = {{}};
     if (!options_.synthetic.empty()) formats = synthetic_formats(options_);
-    if (!options_.ops) cases_ = bench_cases(options_);
+    if (options_.ops) {
+      for (const int64_t depth : options_.depths) cases_.push_back({0, kTimedSteps, depth, 1});
+    } else {
+      cases_ = bench_cases(options_);
+    }
     if (!options_.synthetic.empty()) synthetic_config(options_.synthetic);   // an unknown name is said before a device is opened
     backend_ = make_backend(options_.device);
+    if (options_.floor) {
+      if (backend_->memory()) throw UsageError("--floor measures the host's memory; on a GPU --ops measures the device's");
+      meter_.emplace(static_cast<int>(options_.device.n_threads), kReadBytes);
+    }
     for (SyntheticFormats& each : formats) {
       // Devices with memory of their own take a copy of each matrix.
       each.separate = !backend_->memory();
       const bool synthetic = !options_.synthetic.empty();
+      if (synthetic && each.separate) require_memory_for_synthetic(options_.synthetic, each, *backend_);
       const Model model = synthetic ? make_synthetic_model(options_.synthetic, each, 1, true) : open_model(options_.model);
+      require_positions(model, cases_);
+      warn_of_idle_options(options_.device, *backend_, model.program);
       const BenchSubject subject = describe_subject(model, options_, synthetic ? &each : nullptr);
       for (const std::string& cache : options_.caches) measure(model, subject, cache_type_by_name(cache));
     }
@@ -296,20 +349,30 @@ class Bench {
       };
       // A table half of one device and half of another would mislead.
       const std::unique_ptr<BenchRunner> runner = n_results_ == 0 ? load_on(options_.device, backend_, make) : make(*backend_);
+      std::function<double()> read;
+      if (meter_) read = [this] { return meter_->measure(); };
       for (const BenchCase& what : cases_)
-        report(runner->run(what, static_cast<int>(options_.n_repetitions)), subject, cache_words(*backend_, runner->cache_element_bytes()),
-               runner->chunk_tokens());
+        report(runner->run(what, static_cast<int>(options_.n_repetitions), read), subject,
+               cache_words(*backend_, runner->cache_element_bytes()), runner->chunk_tokens());
     }
   }
 
   void report(const BenchResult& result, const BenchSubject& subject, std::string_view cache, int chunk_tokens) {
     const bool first = n_results_++ == 0;
     if (options_.output == "md") {
-      if (first) write_output("| model | cache | test | t/s | sd | median |\n|---|---|---|---:|---:|---:|\n");
+      if (first)
+        write_output(fmt::format("| model | cache | test | t/s | sd | median |{}\n|---|---|---|---:|---:|---:|{}\n",
+                                 meter_ ? " GB/s read | share |" : "", meter_ ? "---:|---:|" : ""));
       const std::vector<double> speeds = result.tokens_per_second();
       const bool with_allocation = options_.allocated.size() > 1 || options_.allocated.front() > 0;
-      write_output(fmt::format("| {} | {} | {} | {:.2f} | {:.2f} | {:.2f} |\n", subject.type, cache, test_name(result, with_allocation),
-                               mean(speeds), standard_deviation(speeds), median(speeds)));
+      std::string floor;
+      if (meter_) {
+        const std::vector<double> shares = result.shares_of_read();
+        floor = fmt::format(" {:.1f} | {} |", median(result.read_speeds) * 1e-9,
+                            shares.empty() ? "" : fmt::format("{:.0f} %", 100 * median(shares)));
+      }
+      write_output(fmt::format("| {} | {} | {} | {:.2f} | {:.2f} | {:.2f} |{}\n", subject.type, cache, test_name(result, with_allocation),
+                               mean(speeds), standard_deviation(speeds), median(speeds), floor));
       return;
     }
     nlohmann::ordered_json line = to_json(result, subject, *backend_, cache, chunk_tokens, options_);
@@ -322,6 +385,7 @@ class Bench {
   const BenchOptions& options_;
   std::vector<BenchCase> cases_;
   std::unique_ptr<Backend> backend_;
+  std::optional<ReadMeter> meter_;   // with --floor
   nlohmann::ordered_json all_ = nlohmann::ordered_json::array();
   int n_results_ = 0;
 };
@@ -357,11 +421,15 @@ Command add_bench_command(CLI::App& program) {
              "output: a Markdown table, or JSON (jsonl: a line a result, as it comes) with llama-bench's field names");
   app->add_flag("--ops", options->ops, "time each op of a decode step at each depth of -d");
   app->add_flag("--read", options->read, "without a model: how fast memory is read by 1, 2, 4, ... threads, up to --threads");
+  app->add_flag("--floor", options->floor,
+                "on a host: also how fast memory is read, measured between the repetitions, and the share of that speed at which "
+                "decoding moved what a token must move");
   app->footer(
       "Examples:\n"
       "  beryl bench --read\n"
       "  beryl bench model.gguf\n"
       "  beryl bench model.gguf -p 0 -n 64 -d 0,4096 -o json\n"
+      "  beryl bench model.gguf -p 0 -n 8 -r 9 --floor\n"
       "  beryl bench --synthetic gemma4-12b --format q4_0 -b 1,4\n"
       "  beryl bench --synthetic gemma4-12b --format fp4_g128,q4_0 --head fp8,q8_0 --cache bf16,fp8 -o jsonl\n"
       "\n"

@@ -1,7 +1,10 @@
 #include "cli/device.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <string_view>
+#include <variant>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -9,6 +12,8 @@
 #include "cli/console.h"
 #include "cli/options.h"
 #include "cpu/cpu_backend.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
 #ifdef BERYL_HAS_CUDA
 #include "cuda/cuda_backend.h"
 #endif
@@ -44,6 +49,32 @@ void add_device_options(CLI::App& app, DeviceOptions& options, const std::string
   add_choice(app, "--activations", options.activations, {"default", "bf16"},
              "CPU: bf16 rounds what BF16 weights are multiplied with: up to twice as fast, 2^-8 off (default: f32 there)")
       ->group(heading);
+}
+
+void check_environment() {
+  check_cpu_target_in_environment();
+  may_pin_threads();
+}
+
+void warn_of_idle_options(const DeviceOptions& options, const Backend& backend, const Program& program) {
+  const bool rounds = options.activations == "bf16";
+  if (!rounds && !options.exact) return;
+  if (backend.memory()) {
+    print_warning(fmt::format("{} changes nothing: it is for the CPU, and the GPU is used (--device cpu)",
+                              rounds ? "--activations bf16" : "--exact"));
+    return;
+  }
+  if (!rounds) return;
+  const auto has_bf16 = [&](MatrixRef ref) {
+    const std::vector<HostMatrix>& parts = program.matrix(ref).parts;
+    return std::any_of(parts.begin(), parts.end(), [](const HostMatrix& part) { return part.format == Format::kBf16; });
+  };
+  for (const Op& op : program.ops) {
+    if (const auto* linear = std::get_if<Linear>(&op); linear != nullptr && has_bf16(linear->weight)) return;
+    const auto* experts = std::get_if<Experts>(&op);
+    if (experts != nullptr && (has_bf16(experts->gate_up) || has_bf16(experts->down))) return;
+  }
+  print_warning("--activations bf16 changes nothing: this model multiplies no BF16 weights");
 }
 
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {

@@ -22,9 +22,17 @@ struct DeviceOptions {
 // --device, --threads, --exact and --activations, under this heading of the help.
 void add_device_options(CLI::App& app, DeviceOptions& options, const std::string& heading = "Options");
 
+// Error(kBadInput) for a value of BERYL_CPU_TARGET or BERYL_PIN_THREADS that means nothing. Of every command, before it writes anything,
+// whether it computes on the CPU or not: a misspelt setting is told wherever it stands.
+void check_environment();
+
 // auto: the GPU where this build and this machine have one that can be used, else the CPU and a line that says why. Throws
 // Error(kUnsupported, kDevice or kOutOfMemory) when a device asked for by name is not there or cannot be used.
 std::unique_ptr<Backend> make_backend(const DeviceOptions& options);
+
+// A line of warning where --activations bf16 or --exact was given and changes nothing: a GPU was taken, or no product of this program has
+// BF16 weights.
+void warn_of_idle_options(const DeviceOptions& options, const Backend& backend, const Program& program);
 
 // For `error`, thrown while a model was loaded. Where auto took the GPU and the model does not fit into its memory: a line of
 // warning, the CPU's backend in place of the GPU's, and true. Else false.

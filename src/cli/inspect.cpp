@@ -236,6 +236,7 @@ class Inspection {
   explicit Inspection(const InspectOptions& options) : options_(options), checkpoint_(open_checkpoint(options.model)) {}
 
   int run() {
+    if (options_.plan) backend_ = make_backend(options_.device);   // what is wrong with the device is said before all else
     // What the file is can be told even when it is no model that beryl runs: each part says what it can, the first
     // failure is reported at the end.
     try_part([&] { describe_file(); });
@@ -315,15 +316,15 @@ class Inspection {
     RunLimits run;
     run.context = options_.context > 0 ? options_.context : std::min(kDefaultContext, config_->context);
     run.chunk_tokens = static_cast<int>(std::min(options_.chunk_tokens, run.context));
-    const std::unique_ptr<Backend> backend = make_backend(options_.device);
-    const MemoryPlan plan = plan_memory(*program_, run, *backend);
+    warn_of_idle_options(options_.device, *backend_, *program_);
+    const MemoryPlan plan = plan_memory(*program_, run, *backend_);
     write_output(
-        fmt::format("\nmemory on {} for a context of {}\n{}", backend->name(), run.context, to_text(plan, *program_)));
-    if (const std::optional<DeviceMemory> memory = backend->memory())
+        fmt::format("\nmemory on {} for a context of {}\n{}", backend_->name(), run.context, to_text(plan, *program_)));
+    if (const std::optional<DeviceMemory> memory = backend_->memory())
       write_output(fmt::format("  {:<34}{:>10}  of {} on {}\n", "free", human_bytes(memory->free_bytes),
-                               human_bytes(memory->total_bytes), backend->device_name()));
+                               human_bytes(memory->total_bytes), backend_->device_name()));
     try {
-      require_memory(*program_, run, *backend);
+      require_memory(*program_, run, *backend_);
     } catch (const Error& error) {
       write_output(fmt::format("  {}\n", error.what()));   // an answer to what was asked, no failure
     }
@@ -334,6 +335,7 @@ class Inspection {
   std::optional<ModelConfig> config_;
   std::unique_ptr<ModelWeights> weights_;
   std::optional<Program> program_;
+  std::unique_ptr<Backend> backend_;   // with --plan
   std::exception_ptr failure_;
 };
 

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/device.h"
 #include "cli/options.h"
 #include "weights/quote.h"
 
@@ -119,6 +120,7 @@ int run_program(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     throw UsageError(fmt::format("{}; 'beryl{} --help' tells more", error.what(), known ? " " + first : ""));
   }
+  check_environment();
   for (const Command& command : commands)
     if (command.app->parsed()) return command.run();
   throw UsageError(fmt::format("a command was expected: {}", one_of(commands)));

@@ -81,6 +81,7 @@ int run_perplexity(const PerplexityOptions& options) {
   request.margin = options.margin;
 
   std::unique_ptr<Backend> backend = make_backend(options.device);
+  warn_of_idle_options(options.device, *backend, model.program);
   std::unique_ptr<Backend> against;
   if (options.against == "exact") {
     against = make_backend({.name = "cpu", .n_threads = options.device.n_threads, .exact = true});

@@ -1,8 +1,4 @@
 // beryl run: answers a prompt, or goes on with a text. On a terminal, without a prompt, it is beryl chat.
-#include <sys/resource.h>
-
-#include <cstdlib>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/mapped_file.h"
+#include "base/system_memory.h"
 #include "cli/chat.h"
 #include "cli/commands.h"
 #include "cli/console.h"
@@ -47,16 +44,6 @@ ConstraintSpec constraint_of(const RunOptions& options) {
   const MappedFile file(options.grammar.empty() ? options.json_schema : options.grammar);
   const auto bytes = file.bytes();
   return {options.grammar.empty() ? Kind::kJsonSchema : Kind::kGrammar, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}};
-}
-
-// Of this process; getrusage's figure begins with what its parent had.
-int64_t peak_memory_bytes() {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with("VmHWM:")) return std::atoll(line.c_str() + 6) * 1024;
-  rusage usage = {};
-  getrusage(RUSAGE_SELF, &usage);
-  return int64_t{usage.ru_maxrss} * 1024;
 }
 
 void print_statistics(const Speaker& speaker, const GenerateResult& result, bool verbose) {

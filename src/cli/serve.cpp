@@ -110,6 +110,7 @@ int serve(const ServeOptions& options) {
   if (limits.run.context > model.config.context)
     print_warning(fmt::format("--ctx {} is more than the {} positions that the model was made for", limits.run.context, model.config.context));
   std::unique_ptr<Backend> backend = make_backend(options.device);
+  warn_of_idle_options(options.device, *backend, model.program);
   const std::unique_ptr<Engine> engine = load_on(options.device, backend, [&](Backend& each) {
     RunLimits run = limits.complete().run;
     run.step_tokens = 0;   // grows with the chunk

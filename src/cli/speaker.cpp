@@ -85,6 +85,7 @@ Speaker::Speaker(const SpeakOptions& options, std::optional<int64_t> most_prompt
       std::async(std::launch::async, [this] { return require_tokenizer(*model_.checkpoint); });
   for (const std::string& warning : model_.checkpoint->warnings()) print_warning(warning);
   backend_ = make_backend(options_.device);
+  warn_of_idle_options(options_.device, *backend_, model_.program);
   // Weights take a while, in which the tokenizer is made. What is wrong with a file of the user's should not be told after that.
   if (most_prompt && options_.chat_template.empty() && choose_context(*most_prompt) == choose_context(0)) prepare(0);
   tokenizer_ = tokenizer.get();

@@ -81,6 +81,7 @@ int run_trace(const TraceOptions& options) {
   request.n_greedy = options.n_greedy;
 
   std::unique_ptr<Backend> backend = make_backend(options.device);
+  warn_of_idle_options(options.device, *backend, model.program);
   const std::vector<SequenceTrace> traces =
       load_on(options.device, backend, [&](Backend& device) { return beryl::trace(model.program, device, request); });
   const SequenceTrace& trace = traces.front();

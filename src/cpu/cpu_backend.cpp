@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/mapped_file.h"
+#include "base/system_memory.h"
 #include "cpu/attention.h"
 #include "cpu/dequant.h"
 #include "cpu/elementwise.h"
@@ -44,6 +45,7 @@ struct ScratchSizes {
   int64_t expert_hidden = 0;    // [routes][expert_dim]
   int64_t expert_outputs = 0;   // [routes][cols]
   int64_t expert_indices = 0;   // int32: see Routing
+  int64_t table_row = 0;        // a thread: bytes of a row to be embedded, copied from the file
   int64_t n_experts = 0;
   int64_t n_attention_tasks = 0;
 };
@@ -56,8 +58,10 @@ class PackingPlan {
   PackingPlan(const Program& program, CpuPrecision precision) {
     for (const WeightMatrix& matrix : program.weights->matrices) forms_.emplace_back(matrix.parts.size(), PackedForm::kNone);
     pairs_.resize(forms_.size());
-    if (precision == CpuPrecision::kExact) return;
+    multiplies_in_file_.resize(forms_.size());
     const auto pack = [&](MatrixRef ref, bool gated) {
+      multiplies_in_file_[static_cast<size_t>(ref.index)] = precision == CpuPrecision::kExact;
+      if (precision == CpuPrecision::kExact) return;
       const WeightMatrix& matrix = program.matrix(ref);
       std::vector<PackedForm>& forms = forms_[static_cast<size_t>(ref.index)];
       for (size_t part = 0; part < matrix.parts.size(); ++part) {
@@ -66,7 +70,10 @@ class PackingPlan {
                       : precision == CpuPrecision::kBf16 && format == Format::kBf16 ? PackedForm::kBf16
                                                                                     : PackedForm::kFloats;
       }
-      if (gated && forms[0] != forms[1]) forms[0] = forms[1] = PackedForm::kNone;
+      if (gated && forms[0] != forms[1]) {
+        forms[0] = forms[1] = PackedForm::kNone;
+        multiplies_in_file_[static_cast<size_t>(ref.index)] = true;
+      }
       pairs_[static_cast<size_t>(ref.index)] = gated && forms[0] != PackedForm::kNone;
     };
     for (const Op& op : program.ops) {
@@ -77,6 +84,8 @@ class PackingPlan {
   PackedForm form(size_t matrix, size_t part) const { return forms_[matrix][part]; }
   // Gate and up are read together, so their tiles take turns in one stream.
   bool pairs(size_t matrix) const { return pairs_[matrix]; }
+  // Whether products read the file's blocks, so that its pages should stay.
+  bool multiplies_in_file(size_t matrix) const { return multiplies_in_file_[matrix]; }
   int64_t bytes(const Program& program) const {
     int64_t sum = 0;
     for (size_t m = 0; m < forms_.size(); ++m)
@@ -88,9 +97,19 @@ class PackingPlan {
  private:
   std::vector<std::vector<PackedForm>> forms_;   // [matrices][parts]
   std::vector<bool> pairs_;                      // [matrices]
+  std::vector<bool> multiplies_in_file_;         // [matrices]
 };
 
 constexpr const char* kPackedLabel = "weights, packed for products";
+
+// All of it is written at once, and the system lends more than it has: it would end somebody's process instead of refusing.
+void require_memory_to_pack(int64_t n_bytes) {
+  const int64_t available = available_memory_bytes();
+  if (n_bytes <= available) return;
+  throw Error(ErrorCode::kOutOfMemory,
+              fmt::format("out of memory: {} need {:.1f} GB, {:.1f} GB are free; --exact reads them in the file instead, which is slower",
+                          kPackedLabel, static_cast<double>(n_bytes) * 1e-9, static_cast<double>(available) * 1e-9));
+}
 
 class ScratchCounter {
  public:
@@ -132,7 +151,12 @@ class ScratchCounter {
     grow(sizes_.expert_indices, n_experts + 1 + 2 * n_routes);
     grow(sizes_.n_experts, n_experts);
   }
-  void operator()(const Embed&) {}
+  void operator()(const Embed& op) {
+    const HostMatrix& table = program_.matrix(op.table).parts.front();
+    if (packing_.multiplies_in_file(static_cast<size_t>(op.table.index))) return;
+    const int64_t n_bytes = row_bytes(table.format, table.cols) + row_scale_bytes(table.format, table.cols);
+    grow(sizes_.table_row, (n_bytes + 3) / 4);
+  }
   void operator()(const QkvFinish&) {}
   void operator()(const AddNorm&) {}
   void operator()(const GatherRows&) {}
@@ -183,6 +207,7 @@ std::vector<Allocation> plan_scratch(const ScratchSizes& sizes, int n_threads) {
   add("scratch: expert hidden", sizes.expert_hidden);
   add("scratch: expert outputs", sizes.expert_outputs);
   add("scratch: expert indices", sizes.expert_indices);
+  add("scratch: table rows", whole_lines(sizes.table_row) * n_threads);
   return plan;
 }
 
@@ -218,6 +243,7 @@ class CpuExecutor final : public HostExecutor<float> {
         sizes_(ScratchCounter(program_, limits_, packing_).sizes()),
         packed_weights_(kPackedLabel, static_cast<size_t>(packing_.bytes(program_))) {
     pack_weights();
+    release_all_mapped_pages();   // headers, names and vocabularies were read too, and rarely will be again
     for (const Allocation& each : plan_scratch(sizes_, pool_.n_threads()))
       scratch_.emplace_back(each.label, static_cast<size_t>(each.bytes));
     jobs_.reserve(static_cast<size_t>(std::max<int64_t>(sizes_.n_experts, 16)));
@@ -243,7 +269,9 @@ class CpuExecutor final : public HostExecutor<float> {
   }
 
  private:
-  enum Scratch { kPacked, kQuantized, kRounded, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices };
+  enum Scratch {
+    kPacked, kQuantized, kRounded, kPanels, kAttention, kPartials, kRouteLogits, kExpertHidden, kExpertOutputs, kExpertIndices, kTableRow
+  };
   float* scratch(Scratch which) const { return scratch_[static_cast<size_t>(which)].as<float>(); }
   float* thread_scratch(Scratch which, int64_t n_floats, int thread) const {
     return scratch(which) + thread * whole_lines(n_floats);
@@ -251,11 +279,14 @@ class CpuExecutor final : public HostExecutor<float> {
 
   RowNorm row_norm(const Norm& norm) const { return {norm.present, vector_values(norm.weight), norm.eps}; }
 
+  static int64_t rows_worth_a_thread(int64_t values_per_row) {
+    return std::max<int64_t>(kValuesWorthAThread / std::max<int64_t>(values_per_row, 1), 1);
+  }
+
   // body(row) for each row; threads only where there is enough to do.
   template <class Body>
   void for_rows(int64_t n, int64_t values_per_row, const Body& body) {
-    const int64_t chunk = std::clamp<int64_t>(kValuesWorthAThread / std::max<int64_t>(values_per_row, 1), 1, n);
-    pool_.parallel_for(n, chunk, [&](int64_t begin, int64_t end, int) {
+    pool_.parallel_for(n, rows_worth_a_thread(values_per_row), [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) body(i);
     });
   }
@@ -264,10 +295,24 @@ class CpuExecutor final : public HostExecutor<float> {
   void run_op(const Advance&) { BERYL_CHECK(false, "run by HostExecutor"); }
   void run_op(const CopyPages&) { BERYL_CHECK(false, "run by HostExecutor"); }
 
+  // Rows of a table that products do not read in the file are copied: a prompt's rows would soon have mapped all of it, beside the packed
+  // head that often has the same weights.
   void run_op(const Embed& op) {
     const HostMatrix& table = program_.matrix(op.table).parts.front();
-    for_rows(n_tokens_, op.out.cols,
-             [&](int64_t t) { dequantize_row_scaled(table, 0, id(t), op.scale, row(op.out, t)); });
+    if (packing_.multiplies_in_file(static_cast<size_t>(op.table.index)))
+      return for_rows(n_tokens_, op.out.cols,
+                      [&](int64_t t) { dequantize_row_scaled(table, 0, id(t), op.scale, row(op.out, t)); });
+    const auto code_bytes = static_cast<size_t>(row_bytes(table.format, table.cols));
+    const auto scale_bytes = static_cast<size_t>(row_scale_bytes(table.format, table.cols));
+    pool_.parallel_for(n_tokens_, rows_worth_a_thread(op.out.cols), [&](int64_t begin, int64_t end, int thread) {
+      auto* const codes = reinterpret_cast<std::byte*>(thread_scratch(kTableRow, sizes_.table_row, thread));
+      std::byte* const scales = table.scales == nullptr ? nullptr : codes + code_bytes;
+      for (int64_t t = begin; t < end; ++t) {
+        read_without_mapping({table.row_codes(0, id(t)), code_bytes}, codes);
+        if (scales != nullptr) read_without_mapping({table.row_scales(0, id(t)), scale_bytes}, scales);
+        dequantize_copy_scaled(table, codes, scales, op.scale, row(op.out, t));
+      }
+    });
   }
 
   void run_op(const GatherRows& op) {
@@ -308,8 +353,7 @@ class CpuExecutor final : public HostExecutor<float> {
     });
   }
 
-  // The file's pages behind packed tiles are needed no more, except for rows that are embedded: so at no time do both forms
-  // of a whole matrix take memory.
+  // The file's pages behind packed tiles are needed no more: so at no time do both forms of a whole matrix take memory.
   static void release_tiles(const HostMatrix& part, int64_t begin, int64_t end, int64_t n_tiles) {
     const int64_t bytes = row_bytes(part.format, part.cols);
     for (int64_t tile = begin; tile < end;) {
@@ -771,6 +815,7 @@ class CpuBackend final : public Backend {
   }
   std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
     check_shapes(program);
+    require_memory_to_pack(PackingPlan(program, precision_).bytes(program));
     return std::make_unique<CpuExecutor>(program, limits, pool_, precision_);
   }
   double read_ceiling() override {

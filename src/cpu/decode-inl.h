@@ -452,22 +452,29 @@ struct CodecFp4G128 {
 };
 
 // Formats whose "block" is one weight: a unit is 32 of them, and a row may end within one (kWeightBytes).
-// kPlain: no code is NaN, and a scale 256 times as large is finite (is_plain_fp8).
+// kPlain: no code is NaN, and a scale 256 times as large is finite (is_plain_fp8). Then weights come without their scale, which multiplies
+// a row's sum instead (sum_factor).
 template <bool kPlain>
 struct CodecFp8Of {
   static constexpr int kUnits = 1;
   static constexpr int kCodeBytes = 32;
   static constexpr int kScaleBytes = 0;
   static constexpr int kWeightBytes = 1;
+  static constexpr bool kScalesSums = kPlain;
   struct Scales {
     Vec16 scale;
   };
   static constexpr float kUnit = kPlain && HWY_TARGET != HWY_SSE4 ? 256.0f : 1.0f;   // of what values() gives
-  static HWY_INLINE Scales prepare(const uint8_t*, const uint8_t* scales) { return {set16(kUnit * load_as<float>(scales))}; }
+  static HWY_INLINE float sum_factor(const uint8_t* scales) { return kUnit * load_as<float>(scales); }
+  static HWY_INLINE Scales prepare(const uint8_t*, const uint8_t* scales) {
+    if constexpr (kPlain) return {};
+    return {set16(load_as<float>(scales))};
+  }
   template <int>
   static HWY_INLINE void decode(const uint8_t* codes, const Scales& scales, Vec16& low, Vec16& high) {
-    low = values(codes) * scales.scale;
-    high = values(codes + 16) * scales.scale;
+    low = values(codes);
+    high = values(codes + 16);
+    if constexpr (!kPlain) low = low * scales.scale, high = high * scales.scale;
   }
 #if HWY_TARGET == HWY_SSE4
   static HWY_INLINE Vec16 values(const uint8_t* codes) {
@@ -573,6 +580,10 @@ struct CodecF32 {
 
 template <class Codec>
 concept HasPartialUnits = requires { Codec::kWeightBytes; };
+
+// Whether a row's scale multiplies its sum and not its weights.
+template <class Codec>
+concept ScalesSums = requires { requires Codec::kScalesSums; };
 
 // The last columns of a row, fewer than 32, as a whole unit of codes that decode to 0 behind them.
 struct PartialUnit {

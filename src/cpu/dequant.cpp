@@ -53,6 +53,13 @@ void dequantize_row_scaled(const HostMatrix& matrix, int64_t expert, int64_t row
   HWY_DYNAMIC_DISPATCH(dequantize)(view_of(matrix, nullptr, expert), row, matrix.tensor_scale, scale, out);
 }
 
+void dequantize_copy_scaled(const HostMatrix& matrix, const std::byte* codes, const std::byte* scales, float scale, float* out) {
+  MatrixView view = view_of(matrix, nullptr, 0);
+  view.codes = reinterpret_cast<const uint8_t*>(codes);
+  view.scales = reinterpret_cast<const uint8_t*>(scales);
+  HWY_DYNAMIC_DISPATCH(dequantize)(view, 0, matrix.tensor_scale, scale, out);
+}
+
 void dequantize_row(const HostMatrix& matrix, int64_t expert, int64_t row, float* out) {
   dequantize_row_scaled(matrix, expert, row, 1.0f, out);
 }

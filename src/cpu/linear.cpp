@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "base/error.h"
+#include "cpu/fp8_dot.h"
 #include "cpu/matrix_view.h"
 #include "cpu/simd.h"
 
@@ -200,8 +201,11 @@ HWY_NOINLINE void dot_rows(const MatrixView& view, int64_t row_begin, int64_t n_
         dot_units<Codec, 0, kRows, kTokens>(codes, scales, x, sums);
       }
     }
-    for (int r = 0; r < kRows && r0 + r < n_rows; ++r)
-      for (int t = 0; t < kTokens; ++t) z[t * kMaxItemRows + r0 + r] = sum16(sums[r][t]);
+    for (int r = 0; r < kRows && r0 + r < n_rows; ++r) {
+      float factor = 1;
+      if constexpr (ScalesSums<Codec>) factor = Codec::sum_factor(row_scales[r]);
+      for (int t = 0; t < kTokens; ++t) z[t * kMaxItemRows + r0 + r] = sum16(sums[r][t]) * factor;
+    }
   }
 }
 
@@ -211,7 +215,26 @@ HWY_INLINE void with_codec_of(const MatrixView& view, const Visitor& visitor) {
   with_codec(view.format, visitor);
 }
 
+// The same by a target's own kernel for plain FP8. Rows behind a matrix's last one are zeros in its packed groups.
+void dot_rows_fp8(const MatrixView& view, DotFp8 dot, int64_t row_begin, int64_t n_rows, const float* x, int n_tokens, float* z) {
+  alignas(64) float sums[kFewTokens * kFloatRows * 16];
+  const int64_t n_units = PackedTokens::padded(view.cols) / 32;
+  for (int64_t r0 = 0; r0 < n_rows; r0 += kFloatRows) {
+    dot(view.row_codes(row_begin + r0), n_units, x, n_tokens, sums);
+    for (int t = 0; t < n_tokens; ++t) {
+      const float* from = sums + t * kFloatRows * 16;
+      store_sums_of_4(load16(from), load16(from + 16), load16(from + 32), load16(from + 48), z + t * kMaxItemRows + r0);
+    }
+  }
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const auto scale = load_as<float>(view.row_scales(row_begin + r));
+    for (int t = 0; t < n_tokens; ++t) z[t * kMaxItemRows + r] *= scale;
+  }
+}
+
 void dot_few_tokens(const MatrixView& view, int64_t row_begin, int64_t n_rows, const float* x, int n_tokens, float* z) {
+  if (const DotFp8 dot = view.is_plain_fp8 ? fp8_kernel() : nullptr; dot != nullptr)
+    return dot_rows_fp8(view, dot, row_begin, n_rows, x, n_tokens, z);
   with_codec_of(view, [&](auto codec) HWY_ATTR {
     using Codec = decltype(codec);
     const auto dot = [&](auto is_packed) HWY_ATTR {
@@ -244,6 +267,19 @@ void decode_panel(const MatrixView& view, int64_t row_begin, int64_t n_rows, flo
       decode_row_to<Codec>(view.row_codes(row), view.row_scales(row), view.cols, to, 16 * kRowTile, step);
     }
   });
+}
+
+// What the sums of rows must be multiplied with, where those are scaled and not the weights.
+void sum_factors(const MatrixView& view, int64_t row_begin, int64_t n_rows, float* factors) {
+  for (int64_t r = 0; r < n_rows; ++r) factors[r] = CodecFp8Plain::sum_factor(view.row_scales(row_begin + r));
+}
+// z[t][r] *= factors[r], whole vectors of rows.
+void scale_sums(const float* factors, int64_t n_rows, int n_tokens, float* z) {
+  for (int t = 0; t < n_tokens; ++t)
+    for (int64_t r = 0; r < n_rows; r += 16) {
+      float* at = z + t * kMaxItemRows + r;
+      store16(load16(at) * load16(factors + r), at);
+    }
 }
 
 // ---- both ----------------------------------------------------------------------------------------------------------
@@ -301,13 +337,19 @@ void run(const Product& product, int64_t row_begin, int64_t row_end, int64_t til
   const int64_t padded = PackedTokens::padded(x.cols);
   const int64_t n_groups = (n_rows + kRowTile - 1) / kRowTile;
   float* panels[2] = {panel, panel + n_groups * kRowTile * padded};
-  for (int part = 0; part < n_parts; ++part) decode_panel(views[part], row_begin, n_rows, panels[part]);
+  alignas(64) float factors[2][kMaxItemRows] = {};
+  for (int part = 0; part < n_parts; ++part) {
+    decode_panel(views[part], row_begin, n_rows, panels[part]);
+    if (views[part].is_plain_fp8) sum_factors(views[part], row_begin, n_rows, factors[part]);
+  }
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int n_tokens = x.tokens_of(tile);
-    for (int part = 0; part < n_parts; ++part)
+    for (int part = 0; part < n_parts; ++part) {
       for (int64_t group = 0; group < n_groups; ++group)
         multiply_tile(panels[part] + group * kRowTile * padded, x.tile(tile), padded / 16, n_tokens,
                       z[part] + group * kRowTile, kMaxItemRows);
+      if (views[part].is_plain_fp8) scale_sums(factors[part], n_rows, n_tokens, z[part]);
+    }
     finish(product, row_begin, n_rows, tile * kTokenTile, n_tokens, z[0], z[1]);
   }
 }

@@ -18,6 +18,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "weights/quote.h"
 
 namespace beryl {
 
@@ -128,9 +129,17 @@ int usable_processors() {
   return cut_to_quota(sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? static_cast<size_t>(CPU_COUNT(&allowed)) : 0);
 }
 
-std::vector<std::vector<int>> cores_of_threads(int n_threads) {
+bool may_pin_threads() {
   const char* const wish = std::getenv("BERYL_PIN_THREADS");
-  if (wish != nullptr && std::string_view(wish) == "0") return {};
+  if (wish == nullptr || *wish == '\0' || std::string_view(wish) == "1") return true;
+  if (std::string_view(wish) == "0") return false;
+  throw Error(ErrorCode::kBadInput,
+              fmt::format("BERYL_PIN_THREADS is {}, 1 (threads are bound to cores where that is of use: the default) or 0 was expected",
+                          quote(wish)));
+}
+
+std::vector<std::vector<int>> cores_of_threads(int n_threads) {
+  if (!may_pin_threads()) return {};
   std::vector<std::vector<int>> cores = allowed_cores();
   if (static_cast<int>(cores.size()) != n_threads || usable_cores() != n_threads) return {};
   cores.erase(cores.begin());
@@ -139,6 +148,7 @@ std::vector<std::vector<int>> cores_of_threads(int n_threads) {
 
 ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads > 0 ? n_threads : usable_cores())) {
   n_threads = static_cast<int>(stretches_.size());
+  const std::vector<std::vector<int>> cores = cores_of_threads(n_threads);
   const int n_processors = usable_processors();
   spin_time_ = n_threads > n_processors ? std::chrono::microseconds{0} : kSpinTime;
   n_to_wake_ = std::min(n_threads, n_processors) - 1;
@@ -151,7 +161,6 @@ ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads
     throw Error(ErrorCode::kIo, fmt::format("the system lets this process have {} of {} threads ({}); --threads asks for fewer", n_made,
                                                      n_threads, error.code().message()));
   }
-  const std::vector<std::vector<int>> cores = cores_of_threads(n_threads);
   for (size_t i = 0; i < cores.size(); ++i) {
     cpu_set_t set;
     CPU_ZERO(&set);

@@ -12,7 +12,8 @@
 // helps the others with theirs. Which thread computes an item is a matter of chance: its result must not depend on it.
 //
 // Where there are as many threads as physical cores that the process may use, each worker is bound to a core of its own. With
-// fewer, or more, or a CPU quota, the system places them: which cores are free it knows better. BERYL_PIN_THREADS=0: never.
+// fewer, or more, or a CPU quota, the system places them: which cores are free it knows better. BERYL_PIN_THREADS=0 in the environment:
+// never; 1, or nothing: as said; another value is refused.
 #pragma once
 
 #include <atomic>
@@ -31,7 +32,8 @@ namespace beryl {
 
 class ThreadPool {
  public:
-  // n_threads counts the calling thread; 0: usable_cores(). Error(kIo) where the system does not allow so many.
+  // n_threads counts the calling thread; 0: usable_cores(). Error(kIo) where the system does not allow so many, Error(kBadInput) for a
+  // wrong BERYL_PIN_THREADS.
   explicit ThreadPool(int n_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -89,8 +91,11 @@ int usable_cores();
 // Hardware threads that this process may use, cut in the same way.
 int usable_processors();
 
+// Whether the environment lets threads be bound to cores: false for BERYL_PIN_THREADS=0. Error(kBadInput) for a value but 0 and 1.
+bool may_pin_threads();
+
 // The cores that workers 1, 2, ... of a pool of n_threads are bound to, each as the hardware threads of it that the process may
-// use; the calling thread, 0, is left the first one. Empty: they are not bound.
+// use; the calling thread, 0, is left the first one. Empty: they are not bound. Throws as may_pin_threads does.
 std::vector<std::vector<int>> cores_of_threads(int n_threads);
 
 // CPUs of a quota, from the text of cgroup v2's cpu.max ("150000 100000": 1.5; "max 100000": none). <= 0: no limit.

@@ -158,6 +158,15 @@ TEST(PinningTest, LeavesOtherPoolsToTheSystem) {
   EXPECT_GE(n_awake, std::min(n_cores + 2, usable_processors()) - 1);
   setenv("BERYL_PIN_THREADS", "0", 1);
   EXPECT_TRUE(cores_of_threads(n_cores).empty());
+  for (const char* wrong : {"banana", "2", "01", " "}) {
+    setenv("BERYL_PIN_THREADS", wrong, 1);
+    EXPECT_THROW(may_pin_threads(), Error) << wrong;
+    EXPECT_THROW(ThreadPool pool(n_cores + 1), Error) << wrong;
+  }
+  for (const char* right : {"1", ""}) {
+    setenv("BERYL_PIN_THREADS", right, 1);
+    EXPECT_TRUE(may_pin_threads());
+  }
   unsetenv("BERYL_PIN_THREADS");
 }
 

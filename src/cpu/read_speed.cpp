@@ -1,11 +1,9 @@
 #include "cpu/read_speed.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
-
-#include "cpu/huge_buffer.h"
-#include "cpu/parallel.h"
 
 namespace beryl {
 
@@ -28,23 +26,30 @@ uint64_t sum_of(const uint8_t* data, int64_t bytes) {
 
 }  // namespace
 
-std::vector<double> measure_read_speed(int n_threads, int64_t bytes, int n_repetitions) {
-  ThreadPool pool(n_threads);
-  const int64_t n_stretches = bytes / kStretchBytes > 0 ? bytes / kStretchBytes : 1;
-  const HugeBuffer buffer("memory to read", static_cast<size_t>(n_stretches * kStretchBytes));
-  pool.parallel_for(n_stretches, 1, [&](int64_t begin, int64_t end, int) {
-    std::memset(buffer.data() + begin * kStretchBytes, 1, static_cast<size_t>((end - begin) * kStretchBytes));
+ReadMeter::ReadMeter(int n_threads, int64_t bytes)
+    : pool_(n_threads),
+      n_stretches_(std::max<int64_t>(bytes / kStretchBytes, 1)),
+      buffer_("memory to read", static_cast<size_t>(n_stretches_ * kStretchBytes)) {
+  pool_.parallel_for(n_stretches_, 1, [&](int64_t begin, int64_t end, int) {
+    std::memset(buffer_.data() + begin * kStretchBytes, 1, static_cast<size_t>((end - begin) * kStretchBytes));
   });
-  std::atomic<uint64_t> all{0};                   // so that no pass can be left out
+  measure();
+}
+
+double ReadMeter::measure() {
+  std::atomic<uint64_t> all{0};                   // so that the pass can not be left out
+  const auto start = std::chrono::steady_clock::now();
+  pool_.parallel_for(n_stretches_, 1, [&](int64_t begin, int64_t end, int) {
+    all += sum_of(buffer_.data() + begin * kStretchBytes, (end - begin) * kStretchBytes);
+  });
+  const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+  return static_cast<double>(n_stretches_ * kStretchBytes) / taken.count();
+}
+
+std::vector<double> measure_read_speed(int n_threads, int64_t bytes, int n_repetitions) {
+  ReadMeter meter(n_threads, bytes);
   std::vector<double> speeds;
-  for (int pass = 0; pass <= n_repetitions; ++pass) {
-    const auto start = std::chrono::steady_clock::now();
-    pool.parallel_for(n_stretches, 1, [&](int64_t begin, int64_t end, int) {
-      all += sum_of(buffer.data() + begin * kStretchBytes, (end - begin) * kStretchBytes);
-    });
-    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-    if (pass > 0) speeds.push_back(static_cast<double>(n_stretches * kStretchBytes) / taken.count());
-  }
+  for (int pass = 0; pass < n_repetitions; ++pass) speeds.push_back(meter.measure());
   return speeds;
 }
 

@@ -4,10 +4,26 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/huge_buffer.h"
+#include "cpu/parallel.h"
+
 namespace beryl {
 
-// Bytes a second of n_repetitions passes over `bytes` of memory in huge pages, each thread reading a stretch of its own; one
-// pass before them is not counted. bytes should exceed the caches by far. n_threads 0: one a core.
+// Reads `bytes` of memory in huge pages, each thread a stretch of its own. bytes should exceed the caches by far.
+class ReadMeter {
+ public:
+  // n_threads 0: one a core. The memory is written once and read once.
+  ReadMeter(int n_threads, int64_t bytes);
+  // Bytes a second of one pass over it.
+  double measure();
+
+ private:
+  ThreadPool pool_;
+  int64_t n_stretches_;
+  HugeBuffer buffer_;
+};
+
+// Of n_repetitions passes of a meter.
 std::vector<double> measure_read_speed(int n_threads, int64_t bytes, int n_repetitions);
 
 }  // namespace beryl

@@ -15,7 +15,9 @@
 
 #include "base/error.h"
 #include "cpu/bf16_dot.h"
+#include "cpu/fp8_dot.h"
 #include "cpu/integer_dot.h"
+#include "weights/quote.h"
 
 namespace beryl {
 
@@ -27,6 +29,7 @@ struct Target {
   bool (*has_more)();               // of what the integer and bf16 kernels need; null: nothing
   const IntegerKernels* integer;
   const Bf16Kernels* bf16;
+  DotFp8 fp8 = nullptr;
 };
 #if defined(__x86_64__)
 bool has_vnni() { return __builtin_cpu_supports("avx512vnni") != 0; }
@@ -36,7 +39,7 @@ bool has_bf16() {
                           bf16_instruction_adds_as_defined();
   return has;
 }
-constexpr Target kTargets[] = {{"avx512bf16", HWY_AVX3, has_bf16, &kAvx512VbmiIntegerKernels, &kAvx512Bf16Kernels},
+constexpr Target kTargets[] = {{"avx512bf16", HWY_AVX3, has_bf16, &kAvx512VbmiIntegerKernels, &kAvx512Bf16Kernels, dot_fp8_avx512vbmi},
                                {"avx512vnni", HWY_AVX3, has_vnni, &kAvx512VnniIntegerKernels, &kAvx512Bf16InF32Kernels},
                                {"avx512", HWY_AVX3, nullptr, &kAvx512IntegerKernels, &kAvx512Bf16InF32Kernels},
                                {"avx2", HWY_AVX2, nullptr, &kAvx2IntegerKernels, &kAvx2Bf16Kernels},
@@ -97,6 +100,11 @@ const Bf16Kernels& bf16_kernels() {
   return target == nullptr ? kPortableBf16Kernels : *target->bf16;
 }
 
+DotFp8 fp8_kernel() {
+  const Target* const target = current();
+  return target == nullptr ? nullptr : target->fp8;
+}
+
 void choose_cpu_target(const std::string& name) {
   processor_targets();
   if (name.empty()) {
@@ -109,7 +117,16 @@ void choose_cpu_target(const std::string& name) {
       return use(target.bit);
     }
   throw Error(ErrorCode::kBadInput,
-              fmt::format("CPU target '{}': this processor has {}", name, fmt::join(cpu_targets(), ", ")));
+              fmt::format("CPU target {}: this processor has {}", quote(name), fmt::join(cpu_targets(), ", ")));
+}
+
+void check_cpu_target_in_environment() {
+  const char* const name = std::getenv("BERYL_CPU_TARGET");
+  if (name == nullptr || *name == '\0') return;
+  const std::vector<std::string> names = cpu_targets();
+  if (std::find(names.begin(), names.end(), name) == names.end())
+    throw Error(ErrorCode::kBadInput, fmt::format("BERYL_CPU_TARGET is {}, one of {} was expected: this processor has no other",
+                                                  quote(name), fmt::join(names, ", ")));
 }
 
 void choose_cpu_target_from_environment() {

@@ -24,6 +24,8 @@ std::string cpu_target();
 // Limits the kernels to one target; an empty name: the best. Throws Error(kBadInput) when the processor lacks it.
 // For tests and measurements; not to be called while kernels run.
 void choose_cpu_target(const std::string& name);
+// Error(kBadInput) where the environment variable BERYL_CPU_TARGET is set and names none of cpu_targets(). Changes nothing.
+void check_cpu_target_in_environment();
 // choose_cpu_target with the environment variable BERYL_CPU_TARGET where that is set. Throws Error(kUnsupported) when
 // the processor has none of the targets.
 void choose_cpu_target_from_environment();

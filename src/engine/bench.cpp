@@ -44,6 +44,17 @@ RunLimits limits_of(const Program& program, const Backend& backend, const std::v
   return run;
 }
 
+// Speeds of a model whose numbers have become NaN would be those of another computation (and look as good).
+[[noreturn]] void refuse_numbers() {
+  throw Error(ErrorCode::kBadInput, "the model computes no finite numbers, so its speed would mean nothing: the file is broken");
+}
+
+// After a step that sampled.
+void require_finite(Stepper& stepper) {
+  for (const Sampled& each : stepper.samples())
+    if (!each.valid) refuse_numbers();
+}
+
 }  // namespace
 
 double mean(const std::vector<double>& values) {
@@ -70,6 +81,14 @@ std::vector<double> BenchResult::tokens_per_second() const {
   std::vector<double> speeds;
   for (double each : seconds) speeds.push_back(n_tokens / each);
   return speeds;
+}
+
+std::vector<double> BenchResult::shares_of_read() const {
+  std::vector<double> shares;
+  if (what.n_gen > 0)
+    for (size_t i = 0; i < read_speeds.size(); ++i)
+      shares.push_back(static_cast<double>(step_bytes * what.n_gen) / seconds[i] / read_speeds[i]);
+  return shares;
 }
 
 BenchRunner::BenchRunner(const Program& program, Backend& backend, const std::vector<BenchCase>& cases, int64_t allocated,
@@ -117,26 +136,50 @@ double BenchRunner::time_decode(const BenchCase& what) {
   return seconds_since(start);
 }
 
-BenchResult BenchRunner::run(const BenchCase& what, int n_repetitions) {
+// Of the last row of the last prompt, which no one samples.
+void BenchRunner::require_finite_logits() {
+  std::vector<float> logits(static_cast<size_t>(vocab_));
+  stepper_.executor().read_rows(logits_slot(stepper_.program()), 0, 1, logits.data());
+  if (!std::all_of(logits.begin(), logits.end(), [](float value) { return std::isfinite(value); })) refuse_numbers();
+}
+
+BenchResult BenchRunner::run(const BenchCase& what, int n_repetitions, const std::function<double()>& read) {
   BERYL_CHECK((what.n_prompt > 0) != (what.n_gen > 0), "a case is prefill or decode");
   // A shape of a step is captured when it comes for the second time, which in one warm-up it need not: the last steps of a decode
   // may be the first of their length. Long prompts are never captured.
   const int n_warm_ups = what.n_prompt > stepper_.chunk_tokens() ? 1 : 2;
-  BenchResult result{what, stepper_.context(), {}};
+  BenchResult result;
+  result.what = what;
+  result.n_allocated = stepper_.context();
+  if (what.n_gen > 0)
+    for (const Op& op : stepper_.program().ops)
+      result.step_bytes += bytes_moved(op, stepper_.program(), {what.n_streams, what.n_streams, what.n_depth + what.n_gen / 2},
+                                       stepper_.executor().cache_element_bytes());
+  double speed_before = 0;
   for (int repetition = -n_warm_ups; repetition < n_repetitions; ++repetition) {
     for (int s = 0; s < what.n_streams; ++s) bring_to(s, what.n_depth);
     stepper_.executor().synchronize();
+    if (read && repetition == 0) speed_before = read();
     const double seconds = what.n_prompt > 0 ? time_prefill(what) : time_decode(what);
-    if (repetition >= 0) result.seconds.push_back(seconds);
+    if (what.n_prompt > 0)
+      require_finite_logits();
+    else
+      require_finite(stepper_);
+    if (repetition < 0) continue;
+    result.seconds.push_back(seconds);
+    if (!read) continue;
+    const double speed = read();
+    result.read_speeds.push_back((speed_before + speed) / 2);
+    speed_before = speed;
   }
   return result;
 }
 
 StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, CacheType cache_type, int n_repetitions) {
-  constexpr int kChunk = 512, kSteps = 32;
+  constexpr int kChunk = 512, kSteps = kTimedSteps - 1;
   const size_t n_ops = program.ops.size() - 1;   // without Advance, which would move the sequence on
   RunLimits run;
-  run.context = depth + 1 + kSteps;
+  run.context = depth + kTimedSteps;
   run.chunk_tokens = kChunk;
   run.cache_type = cache_type;
   Stepper stepper(program, run, backend);
@@ -169,6 +212,7 @@ StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, Cac
   for (int step = 2; step < kSteps; ++step) stepper.advance();
   executor.synchronize();
   timing.step_microseconds = seconds_since(start) * 1e6 / (kSteps - 2);
+  require_finite(stepper);
   const auto bytes_of = [&](size_t op) {
     return bytes_moved(program.ops[op], program, {1, 1, depth}, executor.cache_element_bytes());
   };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -23,8 +24,11 @@ struct BenchResult {
   BenchCase what;
   int64_t n_allocated = 0;       // positions that the cache was made for
   std::vector<double> seconds;   // [repetitions]
+  std::vector<double> read_speeds;   // [repetitions], bytes a second around each; empty: not measured
+  int64_t step_bytes = 0;        // of decoding: what a step must move, weights and live cache, halfway through
 
   std::vector<double> tokens_per_second() const;   // [repetitions], over all streams
+  std::vector<double> shares_of_read() const;      // [repetitions] of read_speeds that step_bytes were moved at; empty for prefill
 };
 
 double mean(const std::vector<double>& values);
@@ -41,8 +45,10 @@ class BenchRunner {
 
   // Warm-ups that are not counted go first: memory is touched, and every shape of a step has come often enough to be captured where
   // the backend does so. Each repetition begins at the same depth. Token ids are random, the same in every repetition; decoding is
-  // greedy and feeds itself (Stepper::advance): the host reads no id in between.
-  BenchResult run(const BenchCase& what, int n_repetitions);
+  // greedy and feeds itself (Stepper::advance): the host reads no id in between. Error(kBadInput) when the numbers behind a repetition
+  // are not finite.
+  // read, where given, is called before the first repetition that counts and behind each, and gives a speed of reading memory.
+  BenchResult run(const BenchCase& what, int n_repetitions, const std::function<double()>& read = {});
   int chunk_tokens() const { return stepper_.chunk_tokens(); }
   int cache_element_bytes() { return stepper_.executor().cache_element_bytes(); }
 
@@ -50,6 +56,7 @@ class BenchRunner {
   void bring_to(int sequence, int64_t depth);
   double time_prefill(const BenchCase& what);
   double time_decode(const BenchCase& what);
+  void require_finite_logits();
 
   int64_t vocab_;
   Stepper stepper_;
@@ -83,7 +90,10 @@ struct LedgerLine {
 };
 std::vector<LedgerLine> step_ledger(const Program& program, const StepTiming& timing);
 
-// A decode step of one row at this depth.
+// Positions behind `depth` that time_ops takes.
+constexpr int kTimedSteps = 33;
+
+// A decode step of one row at this depth. Throws as BenchRunner::run does.
 StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, CacheType cache_type, int n_repetitions);
 
 }  // namespace beryl

@@ -107,7 +107,9 @@ TEST_F(BenchTest, OpsAreTimedWithPagesForAllSteps) {
 }
 
 TEST(BenchResultTest, SpeedsMeansAndDeviations) {
-  const BenchResult result{{0, 100, 0, 4}, 128, {1, 2, 4}};
+  BenchResult result;
+  result.what = {0, 100, 0, 4};
+  result.seconds = {1, 2, 4};
   EXPECT_EQ(result.tokens_per_second(), (std::vector<double>{400, 200, 100}));
   EXPECT_DOUBLE_EQ(mean(result.tokens_per_second()), 700.0 / 3);
   EXPECT_DOUBLE_EQ(median(result.tokens_per_second()), 200);

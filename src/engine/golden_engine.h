@@ -36,12 +36,6 @@ inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) 
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
-inline int logits_slot(const Program& program) {
-  for (const Op& op : program.ops)
-    if (const auto* sample = std::get_if<Sample>(&op)) return sample->logits.slot;
-  return -1;
-}
-
 // Room for chunks of every sequence in one step, and for all their rows through the head.
 inline RunLimits run_limits(int64_t context, int chunk, int n_sequences = 1) {
   RunLimits run;

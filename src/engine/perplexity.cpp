@@ -153,13 +153,6 @@ class Comparer {
   Comparison result_;
 };
 
-int find_logits_slot(const Program& program) {
-  const auto sample = std::find_if(program.ops.begin(), program.ops.end(),
-                                   [](const Op& op) { return std::holds_alternative<Sample>(op); });
-  BERYL_CHECK(sample != program.ops.end(), "a program ends in logits");
-  return std::get<Sample>(*sample).logits.slot;
-}
-
 }  // namespace
 
 double TextScore::perplexity() const { return std::exp(mean_nll); }
@@ -182,10 +175,10 @@ PerplexityResult measure_perplexity(const Program& program, Backend& backend, Ba
   run.context = window_tokens;
   run.chunk_tokens = static_cast<int>(std::min<int64_t>(request.chunk_tokens, n_rows));
   run.step_tokens = run.n_outputs = run.chunk_tokens;
-  const int logits_slot = find_logits_slot(program);
-  Reader first(program, run, backend, logits_slot);
+  const int logits = logits_slot(program);
+  Reader first(program, run, backend, logits);
   const std::unique_ptr<Reader> other =
-      against == nullptr ? nullptr : std::make_unique<Reader>(program, run, *against, logits_slot);
+      against == nullptr ? nullptr : std::make_unique<Reader>(program, run, *against, logits);
   Comparer comparer(request.margin);
 
   PerplexityResult result;

@@ -134,7 +134,7 @@ TEST_P(PerplexityTest, ABackendAgainstItselfDiffersNowhere) {
 class TiltedExecutor : public test::ForwardingExecutor {
  public:
   TiltedExecutor(std::unique_ptr<Executor> inner, const Program& program)
-      : ForwardingExecutor(std::move(inner)), slot_(test::logits_slot(program)), vocab_(program.vocab) {}
+      : ForwardingExecutor(std::move(inner)), slot_(logits_slot(program)), vocab_(program.vocab) {}
   void read_rows(int slot, int64_t begin, int64_t n, float* out) override {
     inner_->read_rows(slot, begin, n, out);
     if (slot != slot_) return;

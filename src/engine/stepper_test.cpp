@@ -171,7 +171,7 @@ TEST_P(StepperTest, AdvanceIsAStepFromTheHost) {
   drawn.temperature = 1;
   drawn.seed = 3;
   const std::vector<SequenceRows> prompts = {{0, a, Outputs::kLast, &greedy}, {1, b, Outputs::kLast, &drawn}};
-  const int slot = test::logits_slot(model_.program);
+  const int slot = logits_slot(model_.program);
   std::vector<float> host_logits(static_cast<size_t>(2 * model_.program.vocab)), device_logits(host_logits.size());
   for (Stepper* each : {&by_host, &by_device}) {
     each->run(prompts);

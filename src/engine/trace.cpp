@@ -38,11 +38,9 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
   run.step_tokens = request.chunk_tokens * n_sequences;
   run.n_outputs = run.step_tokens;
   Stepper stepper(program, run, backend);
-  const int logits_slot = std::get<Sample>(*std::find_if(program.ops.begin(), program.ops.end(), [](const Op& op) {
-                            return std::holds_alternative<Sample>(op);
-                          })).logits.slot;
+  const int logits = logits_slot(program);
   const int64_t model_dim = program.rows[static_cast<size_t>(program.residual_slot)].cols;
-  const int64_t vocab = program.rows[static_cast<size_t>(logits_slot)].cols;
+  const int64_t vocab = program.rows[static_cast<size_t>(logits)].cols;
   const std::vector<size_t> ends = layer_ends(program);
   const SampleParams greedy;
 
@@ -78,7 +76,7 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
         });
       }
     stepper.run_ops({next_op, program.ops.size() - 1});
-    collect(logits_slot, vocab, [](SequenceTrace& t) -> std::vector<float>& { return t.logits; });
+    collect(logits, vocab, [](SequenceTrace& t) -> std::vector<float>& { return t.logits; });
   }
 
   if (request.n_greedy > 0) {

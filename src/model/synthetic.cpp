@@ -4,11 +4,13 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <new>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "base/error.h"
+#include "model/memory_plan.h"
 #include "ops/random_matrix.h"
 
 namespace beryl {
@@ -234,7 +236,7 @@ class SyntheticSource final : public TensorSource {
       const int64_t code_bytes = pool.code_bytes + kShift * info(format).block_bytes;
       const int64_t scale_bytes = pool.scale_bytes + kShift * info(format).scale_bytes;
       pool.scale_begin = (code_bytes + 63) / 64 * 64;
-      auto storage = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(pool.scale_begin + scale_bytes));
+      auto storage = memory_for(pool.scale_begin + scale_bytes, format);
       repeat(unit.matrix.codes, kRows * row_bytes(format, kCols), storage->data(), code_bytes);
       if (unit.matrix.scales != nullptr)
         repeat(unit.matrix.scales, kRows * row_scale_bytes(format, kCols), storage->data() + pool.scale_begin,
@@ -261,6 +263,15 @@ class SyntheticSource final : public TensorSource {
     const bool is_small = format.block_bytes * 8 < 6 * format.block_weights;
     const Format instead = is_small ? Format::kQ4_0 : Format::kQ8_0;
     return fits(instead, cols) ? instead : Format::kBf16;
+  }
+
+  static std::shared_ptr<std::vector<std::byte>> memory_for(int64_t n_bytes, Format format) {
+    try {
+      return std::make_shared<std::vector<std::byte>>(static_cast<size_t>(n_bytes));
+    } catch (const std::bad_alloc&) {
+      throw Error(ErrorCode::kOutOfMemory,
+                  fmt::format("out of memory: random weights in {} need {}", info(format).name, human_bytes(n_bytes)));
+    }
   }
 
   static void repeat(const std::byte* from, int64_t from_bytes, std::byte* to, int64_t to_bytes) {

@@ -25,7 +25,7 @@ struct SyntheticFormats {
 ModelConfig synthetic_config(const std::string& name);
 
 // Rows that a format does not fit get Q4_0 or Q8_0 (as quantisers do), or BF16.
-// with_data false: shapes only (codes is null), for plans and op lists.
+// with_data false: shapes only (codes is null), for plans and op lists. Else Error(kOutOfMemory) where the system has not so much.
 Model make_synthetic_model(const std::string& name, const SyntheticFormats& formats, uint64_t seed, bool with_data);
 
 }  // namespace beryl

@@ -259,6 +259,13 @@ bool only_passes(const Program& program, int slot) {
   return passes;
 }
 
+int logits_slot(const Program& program) {
+  for (const Op& op : program.ops)
+    if (const auto* sample = std::get_if<Sample>(&op)) return sample->logits.slot;
+  BERYL_CHECK(false, "a program that samples");
+  return -1;
+}
+
 std::string to_text(const Program& program) {
   std::string text;
   int layer = -2;

@@ -65,6 +65,9 @@ void check_shapes(const Program& program);
 // have them in memory. The residual stream and logits never do.
 bool only_passes(const Program& program, int slot);
 
+// The slot that the program samples from. Requires a Sample op.
+int logits_slot(const Program& program);
+
 // How large one run is: what the costs below depend on.
 struct StepShape {
   int64_t n_tokens = 1;

@@ -150,8 +150,7 @@ class Cursor {
   template <class What>
   const std::byte* take(uint64_t n_bytes, const What& what) {
     if (n_bytes > left())
-      bad(path_, fmt::format("{} at byte {} needs {} bytes, but the file ends after {}", what(), offset_, n_bytes,
-                             left()));
+      bad(path_, fmt::format("{} at byte {} needs {} bytes, but the file ends at byte {}", what(), offset_, n_bytes, bytes_.size()));
     const std::byte* from = here();
     offset_ += n_bytes;
     return from;

@@ -232,7 +232,7 @@ TEST(GgufTest, AVocabularyWithoutTensorsOpens) {
 TEST(GgufTest, AnotherMagicOrVersionIsRefused) {
   expect_bad("", {"the first bytes are ''", "expected 'GGUF'"});
   expect_bad("GGU", {"the first bytes are 'GGU'"});
-  expect_bad("GGUF", {"the version at byte 4 needs 4 bytes, but the file ends after 0"});
+  expect_bad("GGUF", {"the version at byte 4 needs 4 bytes, but the file ends at byte 4"});
   expect_bad(std::string("PK\3\4\n", 5) + zeros(50), {"'PK\\x03\\x04'"});
   GgufBuilder file = small();
   file.version = 1;
