@@ -395,6 +395,18 @@ class RequestTest(ServerTest):
         answer = self.chat(max_tokens=200, response_format=form)
         self.assertIn("no-such", answer["warnings"][0])
         self.assertNotIn("warnings", self.chat(max_tokens=1))
+        # In every API, in streams as in whole answers.
+        schema = form["json_schema"]["schema"]
+        for path, body in (("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "response_format": form}),
+                           ("/v1/completions", {"prompt": "x", "max_tokens": 3, "response_format": form}),
+                           ("/v1/responses", {"input": "x", "max_output_tokens": 3, "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}),
+                           ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "output_config": {"format": {"type": "json_schema", "schema": schema}}})):
+            with self.subTest(path=path):
+                whole = self.server.post(path, body)[1]["warnings"]
+                self.assertIn("no-such", whole[0])
+                events = [json.loads(event) for event in self.server.events(path, body) if event != "[DONE]"]
+                told = [event.get("warnings") or event.get("response", {}).get("warnings") or event.get("message", {}).get("warnings") for event in events]
+                self.assertIn(whole, told)
 
     def test_bodies_that_are_no_requests(self):
         for body, words in ((b"", "empty"), (b"{", "byte 1"), (b"[]", "array"), (b'{"messages": \xff}', "byte 13"),
