@@ -1,10 +1,11 @@
 // beryl's server with a model that says what a test wants, for tests/native_calls_test.py: HTTP, requests, prompts by the model's template,
 // engine, constraints and the reader of replies are the real ones; only the backend is a double, which gives out ids.
 //
-//   scripted_server VOCABULARY SCRIPTS       VOCABULARY: a model file of which the tokenizer and the chat template are used
+//   scripted_server VOCABULARY SCRIPTS [TEMPLATE]     VOCABULARY: a model file of which the tokenizer is used. TEMPLATE: the chat template;
+//                                                     none: the built-in format
 //
-//   SCRIPTS: [[PROMPT_END, N, REPLY], …]. A reply comes where the text ends with one of the strings PROMPT_END, and some ids of its reply, and
-//   has N of all of them. Both are written as control tokens and text; a reply ends with the token that it names last. What a mask
+//   SCRIPTS: [[PROMPT_END, N, REPLY], …]. A reply comes where the text ends with the string PROMPT_END, which it holds N times, and some ids of the
+//   reply. Both are written as control tokens and text; a reply ends with the token that it names last. What a mask
 //   forbids is not said: then the reply fails, which a test sees.
 //   It writes the port as a line and serves until its input is closed.
 #include <algorithm>
@@ -45,24 +46,25 @@ int32_t next_id(const std::vector<Script>& scripts, std::span<const int32_t> tex
   const auto ends_at = [&](const Ids& part, size_t end) {
     return end >= part.size() && std::equal(part.begin(), part.end(), text.begin() + static_cast<std::ptrdiff_t>(end - part.size()));
   };
-  int64_t n = 0;
-  size_t last = 0;
+  size_t last = 0;   // where the last of them ends
+  const Ids* which = nullptr;
   for (size_t end = 1; end <= text.size(); ++end)
-    if (std::any_of(scripts.begin(), scripts.end(), [&](const Script& each) { return ends_at(each.prompt_end, end); })) {
-      ++n;
-      last = end;
-    }
-  for (const Script& each : scripts) {
-    const auto said = text.subspan(last);
-    if (each.n == n && ends_at(each.prompt_end, last) && said.size() < each.reply.size() && std::equal(said.begin(), said.end(), each.reply.begin()))
+    for (const Script& each : scripts)
+      if (ends_at(each.prompt_end, end)) last = end, which = &each.prompt_end;
+  if (which == nullptr) return -1;
+  int64_t n = 0;
+  for (size_t end = 1; end <= last; ++end) n += ends_at(*which, end);
+  const std::span<const int32_t> said = text.subspan(last);
+  for (const Script& each : scripts)
+    if (each.n == n && each.prompt_end == *which && said.size() < each.reply.size() && std::equal(said.begin(), said.end(), each.reply.begin()))
       return each.reply[said.size()];
-  }
   return -1;
 }
 
 class ScriptExecutor final : public Executor {
  public:
-  ScriptExecutor(const std::vector<Script>& scripts, size_t n_ops, const StepLimits& limits) : scripts_(scripts), n_ops_(n_ops), limits_(limits) {
+  ScriptExecutor(const std::vector<Script>& scripts, const Tokenizer& tokenizer, size_t n_ops, const StepLimits& limits)
+      : scripts_(scripts), tokenizer_(tokenizer), n_ops_(n_ops), limits_(limits) {
     cache_.resize(static_cast<size_t>(limits.n_pages[0]) * kPageTokens);
   }
 
@@ -105,11 +107,16 @@ class ScriptExecutor final : public Executor {
     Sampled sampled;
     sampled.id = next_id(scripts_, text);
     sampled.valid = sampled.id >= 0 && (allowed == nullptr || (allowed[sampled.id / 32] >> (sampled.id % 32) & 1u) != 0);
-    if (!sampled.valid) sampled.id = -1;
+    if (!sampled.valid) {
+      const std::string end = tokenizer_.decode(std::span(text).last(std::min<size_t>(text.size(), 200)), true);
+      std::fprintf(stderr, "%s behind: ...%s\n", sampled.id < 0 ? "nothing is written" : "what is written is forbidden", end.c_str());
+      sampled.id = -1;
+    }
     sampled_.push_back(sampled);
   }
 
   const std::vector<Script>& scripts_;
+  const Tokenizer& tokenizer_;
   const size_t n_ops_;
   const StepLimits limits_;
   StepInput input_;
@@ -119,30 +126,32 @@ class ScriptExecutor final : public Executor {
 
 class ScriptBackend final : public Backend {
  public:
-  explicit ScriptBackend(std::vector<Script> scripts) : scripts_(std::move(scripts)) {}
+  ScriptBackend(std::vector<Script> scripts, const Tokenizer& tokenizer) : scripts_(std::move(scripts)), tokenizer_(tokenizer) {}
   std::string_view name() const override { return "scripts"; }
   std::vector<Allocation> plan(const Program&, const StepLimits&) const override { return {}; }
   std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
-    return std::make_unique<ScriptExecutor>(scripts_, program.ops.size(), limits);
+    return std::make_unique<ScriptExecutor>(scripts_, tokenizer_, program.ops.size(), limits);
   }
 
  private:
   const std::vector<Script> scripts_;
+  const Tokenizer& tokenizer_;
 };
 
 // Control tokens by name are themselves, here only.
 Ids ids_of(const Tokenizer& tokenizer, const std::string& text) { return tokenizer.encode(text, true); }
 
-int run(const char* vocabulary, const char* scripts_path) {
+int run(const char* vocabulary, const char* scripts_path, const char* chat_template) {
   const auto checkpoint = open_checkpoint(vocabulary);
   const auto tokenizer = load_tokenizer(*checkpoint);
-  const auto writer = make_chat_writer(*checkpoint, *tokenizer, TemplateChoice::kAuto, "");
-  BERYL_CHECK(writer != nullptr, "the file has a chat template");
+  const auto writer = make_chat_writer(*checkpoint, *tokenizer, chat_template == nullptr ? TemplateChoice::kBuiltIn : TemplateChoice::kFile,
+                                       chat_template == nullptr ? "" : chat_template);
+  BERYL_CHECK(writer != nullptr, "there is a chat format");
   std::ifstream file(scripts_path);
   std::vector<Script> scripts;
   for (const auto& each : nlohmann::json::parse(file))
     scripts.push_back({ids_of(*tokenizer, each[0]), each[1], ids_of(*tokenizer, each[2])});
-  ScriptBackend backend(scripts);
+  ScriptBackend backend(scripts, *tokenizer);
 
   static const WeightSet weights;
   Program program;
@@ -180,9 +189,9 @@ int run(const char* vocabulary, const char* scripts_path) {
 }  // namespace beryl
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  if (argc < 3 || argc > 4) return 2;
   try {
-    return beryl::run(argv[1], argv[2]);
+    return beryl::run(argv[1], argv[2], argc > 3 ? argv[3] : nullptr);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
