@@ -159,9 +159,9 @@ class ScriptedTest(unittest.TestCase):
                   "no such tool": call("fly", "to:1"), "JSON": '<|tool_call>{"name": "get_time", "arguments": {"zone": "UTC"}}<tool_call|>',
                   "single quotes": "<|tool_call>call:get_time{zone:'UTC'}<tool_call|>", "bare": "<|tool_call>call:get_time{zone:UTC}<tool_call|>",
                   "an end alone": "<tool_call|>x", "call in prose": "Use call:get_time{zone:<|\"|>x<|\"|>} for it.", "a list": "[1]"}
-        for name, text in broken.items():
-            client, _ = self.clients([(USER, 1, "Now: " + text + END)])
-            fields = {"model": "any", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
+        client, _ = self.clients([(f"{i}<turn|>\n{USER}", 1, "Now: " + text + END) for i, text in enumerate(broken.values(), 10)])
+        for i, (name, text) in enumerate(broken.items(), 10):
+            fields = {"model": "any", "messages": [{"role": "user", "content": f"Case {i}"}], "tools": TOOLS}
             with self.subTest(name):
                 whole, streamed = self.whole(client, fields), self.streamed(client, fields)
                 self.assertEqual(streamed[:4], whole[:4])
