@@ -149,7 +149,9 @@ int serve(const ServeOptions& options) {
                          server::has_page() ? fmt::format(", a page to talk with it at {}", address) : "", backend->name(),
                          limits.run.context, limits.run.n_sequences));
 
+  std::thread prepare([&] { constraints.prepare(); });   // so that the first form need not wait for it
   signals.wait();
+  prepare.join();
   print_note("Finishing what has begun. Ctrl-C once more ends at once.");
   api.set_draining();
   listener.stop_accepting();

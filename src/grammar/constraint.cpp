@@ -349,8 +349,12 @@ struct ConstraintCompiler::Impl {
     });
   }
 
-  std::shared_ptr<const CompiledConstraint> make(const ConstraintSpec& spec) {
+  void prepare() {
     std::call_once(has_vocabulary, [&] { vocabulary.emplace(tokenizer, model_vocab); });
+  }
+
+  std::shared_ptr<const CompiledConstraint> make(const ConstraintSpec& spec) {
+    prepare();
     const std::string_view name = name_of(spec.kind);
     std::vector<std::string> notes;
     const xgrammar::Grammar grammar = grammar_of(spec, notes);
@@ -429,6 +433,13 @@ std::string ConstraintCompiler::key_of(const ConstraintSpec& spec) {
   return key;
 }
 
+void ConstraintCompiler::prepare() {
+  try {
+    impl_->prepare();
+  } catch (const std::exception&) {
+  }
+}
+
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec& spec) { return impl_->find(key_of(spec)); }
 
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec& spec) {
@@ -474,8 +485,9 @@ const std::vector<std::string>& CompiledConstraint::notes() const { return data_
 ConstraintCompiler::ConstraintCompiler(const Tokenizer&, int64_t) {}
 ConstraintCompiler::~ConstraintCompiler() = default;
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec&) { refuse(); }
-std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec&) { refuse(); }
-std::string ConstraintCompiler::key_of(const ConstraintSpec&) { refuse(); }
+std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec&) { return nullptr; }
+void ConstraintCompiler::prepare() {}
+std::string ConstraintCompiler::key_of(const ConstraintSpec&) { return {}; }
 
 #endif
 

@@ -97,6 +97,8 @@ class ConstraintCompiler {
   ConstraintCompiler(const ConstraintCompiler&) = delete;
   ConstraintCompiler& operator=(const ConstraintCompiler&) = delete;
 
+  // Makes what is made of the vocabulary, which the first compilation would else do. Throws nothing that matters: that tries again.
+  void prepare();
   // Those that were used last are kept, within a bound of bytes. May be called by many threads at once. Throws
   // Error(kBadInput): no such thing as the text says, or nothing satisfies it; Error(kUnsupported): it cannot be expressed, or
   // its masks would take too long (of a grammar that is not looked at).

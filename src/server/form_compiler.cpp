@@ -13,6 +13,11 @@
 
 namespace beryl::server {
 
+#ifdef __linux__
+// A tenth of the processor time of a thread of plain priority that wants the same processor.
+constexpr int kNice = 10;
+#endif
+
 FormCompiler::~FormCompiler() {
   {
     const std::lock_guard lock(mutex_);
@@ -60,7 +65,7 @@ bool FormCompiler::is_idle() const {
 
 void FormCompiler::work() {
 #ifdef __linux__
-  setpriority(PRIO_PROCESS, 0, 19);   // on Linux: of this thread
+  setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNice);   // on Linux: of this thread
 #endif
   std::unique_lock lock(mutex_);
   for (;;) {

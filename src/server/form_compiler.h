@@ -1,8 +1,8 @@
 // Forms of strangers, compiled off the connections' threads: few at a time, within a time.
 //
 // Nothing can interrupt the grammar's library. So a form that takes too long goes on in its worker, and the worker counts as
-// taken until it is done; who waits for the form hears 503, and finds it done when he asks again later. Workers have the
-// lowest priority: where processors are short, tokens come first.
+// taken until it is done; who waits for the form hears 503, and finds it done when he asks again later. Workers have a
+// lower priority: where processors are short, tokens come first.
 #pragma once
 
 #include <chrono>
