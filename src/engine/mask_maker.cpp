@@ -17,7 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kSlowSeconds = 5e-3;
-constexpr int kNice = 10;   // a tenth of the processor time of a thread of plain priority that wants the same processor
+constexpr int kNice = 5;   // a third of the processor time of a thread of plain priority that wants the same processor
 
 void lower_priority() {
 #ifdef __linux__

@@ -1,12 +1,12 @@
 // What the next step does, as a pure function of the sequences, the pages and the limits.
 //
 // Sequences run in the order in which their requests came, the oldest first, and so do their rights:
-//   decode rows   one for each sequence whose prompt is read and that is not held; they never wait for a prompt
+//   decode rows   one for each sequence whose prompt is read, unless it is held; they never wait for a prompt
 //   prompts       chunks within what is left of the step's tokens, those that waited longest since their last chunk first
 //   drafts        with rows and pages that nobody else needs
 // When pages run out the youngest running sequence is put back and computed anew later (preemption by recompute), so the
-// oldest that is not held always gets on: a pool holds one whole context at least. A waiting request is let in, never past an older one,
-// when the pages that its prompt takes are there beside what running prompts still need.
+// oldest that is not held always gets on: a pool holds one whole context at least. A waiting request is let in, never past
+// an older one, when the pages that its prompt takes are there beside what running prompts still need.
 #pragma once
 
 #include <cstdint>
