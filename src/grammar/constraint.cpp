@@ -427,12 +427,6 @@ struct ConstraintCompiler::Impl {
 ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab) : impl_(new Impl{tokenizer, model_vocab, {}, {}, {}, {}}) {}
 ConstraintCompiler::~ConstraintCompiler() = default;
 
-std::string ConstraintCompiler::key_of(const ConstraintSpec& spec) {
-  std::string key = fmt::format("{} {} ", static_cast<int>(spec.kind), spec.text.size()) + spec.text;
-  if (spec.calls) key += fmt::format("{} {} ", static_cast<int>(spec.calls->notation), spec.calls->single) + spec.calls->tools;
-  return key;
-}
-
 void ConstraintCompiler::prepare() {
   try {
     impl_->prepare();
@@ -487,8 +481,13 @@ ConstraintCompiler::~ConstraintCompiler() = default;
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec&) { refuse(); }
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec&) { return nullptr; }
 void ConstraintCompiler::prepare() {}
-std::string ConstraintCompiler::key_of(const ConstraintSpec&) { return {}; }
 
 #endif
+
+std::string ConstraintCompiler::key_of(const ConstraintSpec& spec) {
+  std::string key = fmt::format("{} {} ", static_cast<int>(spec.kind), spec.text.size()) + spec.text;
+  if (spec.calls) key += fmt::format("{} {} ", static_cast<int>(spec.calls->notation), spec.calls->single) + spec.calls->tools;
+  return key;
+}
 
 }  // namespace beryl

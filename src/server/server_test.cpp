@@ -133,7 +133,7 @@ class ServerTest : public testing::Test {
 };
 
 TEST_F(ServerTest, EveryClientGetsItsOwnReply) {
-  constexpr int kClients = 12, kRequests = 25;
+  constexpr int kClients = 64, kRequests = 6;
   std::atomic<int> n_right = 0, n_left = 0, n_failed = 0;
   const auto client = [&](uint64_t seed) {
     RandomStream random(seed);
