@@ -235,6 +235,19 @@ class CommandTest(ChatCase):
         self.say(again, "Well.")
         self.say(again, "/save ~/talk.json")                            # over the old one
         self.assertEqual(len(json.loads(path.read_text())["messages"]), 4)
+        # Thoughts are kept, and the model is not told them again: its prompt is as long as without.
+        self.say(again, "Think about it")
+        saved = self.saved(again)
+        self.assertEqual(saved["messages"][-1], {"role": "assistant", "content": "Then I speak.", "reasoning_content": "First I think about it."})
+        lengths = []
+        for thought in (True, False):
+            if not thought:
+                saved["messages"][-1].pop("reasoning_content")
+            (self.folder / "thought.json").write_text(json.dumps(saved))
+            self.assertIn("3 messages and", self.say(again, "/load ~/thought.json"))
+            self.assertEqual(self.saved(again), saved)
+            lengths.append(re.search(r"context (\d+) of", self.say(again, "Well."))[1])
+        self.assertEqual(lengths[0], lengths[1])
         # What is no talk is neither read nor written over.
         (self.folder / "notes.txt").write_text("mine")
         self.assertIn("is no saved talk", self.say(again, "/save ~/notes.txt"))
@@ -243,6 +256,8 @@ class CommandTest(ChatCase):
                      json.dumps(saved | {"messages": [{"role": "assistant", "content": "x"}] * 2}), json.dumps(saved | {"system": None}),
                      json.dumps(saved | {"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}),
                      json.dumps(saved | {"messages": [{"role": ["user"], "content": "x"}, {"role": "assistant", "content": "x"}]}),
+                     json.dumps(saved | {"messages": [{"role": "user", "content": "x", "reasoning_content": "x"}, {"role": "assistant", "content": "x"}]}),
+                     json.dumps(saved | {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", "reasoning_content": 1}]}),
                      json.dumps(saved | {"settings": {"temp": "hot"}}), json.dumps(saved | {"settings": {"temp": 1, "colour": 1}}), json.dumps(saved)[:-9],
                      "[" * 100000, json.dumps(saved).replace("Paris", "\udcff").encode("utf-8", "surrogateescape").decode("latin-1")):
             (self.folder / "bad.json").write_text(text, encoding="utf-8")

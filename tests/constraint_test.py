@@ -260,6 +260,25 @@ class RegexTest(WalkCase):
             with self.subTest(regex=regex):
                 self.assert_refused("regex", regex, *parts, code="bad")
         self.assertIn("error", self.walker("regex", "[z-a]"))
+        for regex, *parts in [("[a-z]*" * 201, "more than 200 repetitions"), ("([^a]?b?){1,10}" * 7, "64 classes"), ("[^a]" * 65 + "*", "64 classes")]:
+            self.assert_refused("regex", regex, *parts)
+
+    @unittest.skipUnless(GEMMA4_VOCABULARY.exists(), f"{GEMMA4_VOCABULARY} is not there")
+    def test_what_can_be_read_in_too_many_ways_is_refused(self):
+        walker = Walker(GEMMA4_VOCABULARY)
+        self.addCleanup(walker.close)
+        for kind, text in (("regex", ".?" * 20), ("regex", "(" + "|".join(f".*{letter}" for letter in "abcdefghijklmnopqrst") + ")*"), ("regex", "(\\w*\\s*)*" * 5),
+                           ("regex", "[a-z]*" * 60), ("schema", {"anyOf": [{"type": "string", "pattern": f".*a{i}.*b.*"} for i in range(60)]})):
+            with self.subTest(text=str(text)[:60]):
+                answer = walker(kind, text, n=1, most=10)
+                self.assertEqual(answer.get("code"), "unsupported", answer)
+                self.assertIn("too many ways", answer["error"])
+        # Many of these are not read in many ways.
+        for kind, text in (("regex", "[^,]*," * 60), ("regex", "(a+)+b"), ("regex", "(yes|no|maybe)( and (yes|no|maybe)){0,9}"), ("regex", ".*"), ("regex", "(" + "|".join(f"word{i}" for i in range(300)) + ")"),
+                           ("schema", {"type": "object", "properties": {f"key{i}": {"type": ["string", "null"], "maxLength": 50} for i in range(100)}}), ("json", ""),
+                           ("schema", {"anyOf": [{"type": "string", "enum": [f"one {i}"]} for i in range(60)]})):
+            with self.subTest(text=str(text)[:60]):
+                self.assertNotIn("error", walker(kind, text, n=1, most=10))
 
 
 class GrammarTest(WalkCase):

@@ -134,7 +134,7 @@ Json answer(ConstraintCompiler& compiler, const Tokenizer& tokenizer, const Json
 int run(const char* model) {
   const auto checkpoint = open_checkpoint(model);
   const auto tokenizer = load_tokenizer(*checkpoint);
-  ConstraintCompiler compiler(*tokenizer, tokenizer->vocab_size() + 5, 2);  // a model's padding rows
+  ConstraintCompiler compiler(*tokenizer, tokenizer->vocab_size() + 5);  // a model's padding rows
   for (std::string line; std::getline(std::cin, line);)
     std::cout << answer(compiler, *tokenizer, Json::parse(line)).dump(-1, ' ', true, Json::error_handler_t::replace)
               << std::endl;

@@ -51,9 +51,16 @@ class PageTest(unittest.TestCase):
         browser.get_log("browser")
         self.open()
 
-    def tearDown(self):
+    def picture(self, name=""):
+        """For people."""
         if folder := os.environ.get("BERYL_SCREENSHOTS"):
-            browser.save_screenshot(f"{folder}/{self.id().split('.')[-1]}.png")
+            browser.save_screenshot(f"{folder}/{self.id().split('.')[-1]}{name}.png")
+
+    def set_scheme(self, scheme):
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}] if scheme else []})
+
+    def tearDown(self):
+        self.picture()
         # Nothing was blocked, nothing threw.
         self.assertEqual([entry["message"] for entry in browser.get_log("browser") if not self.is_expected(entry["message"])], [])
 
@@ -170,6 +177,9 @@ class TalkTest(PageTest):
         self.assertEqual(self.find("#context-text").text, f"context {n_reply + n_prompt} of 60,000")
         metrics = self.server.metrics()
         self.assertEqual((metrics["reply_tokens_total"], metrics["prompt_tokens_total"]), (n_reply, n_prompt))
+        self.addCleanup(self.set_scheme, "")
+        self.set_scheme("dark")
+        self.picture("_dark")
 
     def test_thinking_is_folded(self):
         self.say("Do think about it")
@@ -396,6 +406,10 @@ class HandsTest(PageTest):
             return [...document.querySelectorAll('#scroll, .message, .answer > div > *, #composer, header')]
                 .filter(each => { const box = each.getBoundingClientRect(); return box.width && (box.left < 0 || box.right > 360.5); }).length"""), 0)
         self.assertTrue(self.script("return document.getElementById('scroll').scrollWidth <= 360"))
+        for scheme in ("dark", "light"):
+            self.set_scheme(scheme)
+            self.picture(f"_{scheme}")
+        self.set_scheme("")
         # For thumbs.
         self.assertEqual(self.script("""
             return [...document.querySelectorAll('header button, #composer button')].filter(each => each.offsetParent)
@@ -405,6 +419,7 @@ class HandsTest(PageTest):
         self.find("#open-menu").click()
         self.wait(lambda: self.find("#new-talk").is_displayed() and self.find("#talks .open").is_displayed())
         self.assertTrue(self.script(fits))
+        self.picture("_menu")
         self.type(self.keys.ESCAPE)
         self.wait(lambda: not self.find("#new-talk").is_displayed())
         self.find("#open-settings").click()
@@ -425,9 +440,9 @@ class HandsTest(PageTest):
         def is_dark():
             red = self.script("return getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
             return int(red) < 128
-        self.addCleanup(browser.execute_cdp_cmd, "Emulation.setEmulatedMedia", {"features": []})
+        self.addCleanup(self.set_scheme, "")
         for wanted in ("dark", "light", "dark"):          # the system's choice, while the page is open
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": wanted}]})
+            self.set_scheme(wanted)
             self.wait(lambda wanted=wanted: is_dark() == (wanted == "dark"))
         self.find("#theme").click()                       # the reader's: auto, light, dark
         self.assertFalse(is_dark())
@@ -477,6 +492,8 @@ class HandsTest(PageTest):
         self.find("[name=tools]").send_keys("{}")
         self.find("#settings-form .primary").click()
         self.assertIn("a list was expected", self.find("#settings-error").text)
+        self.assertTrue(self.script("""return document.getElementById('settings-error').getBoundingClientRect().bottom <=
+            document.querySelector('.fields').getBoundingClientRect().bottom"""))
 
 
 class KeyTest(PageTest):

@@ -395,6 +395,18 @@ class RequestTest(ServerTest):
         answer = self.chat(max_tokens=200, response_format=form)
         self.assertIn("no-such", answer["warnings"][0])
         self.assertNotIn("warnings", self.chat(max_tokens=1))
+        # In every API, in streams as in whole answers.
+        schema = form["json_schema"]["schema"]
+        for path, body in (("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "response_format": form}),
+                           ("/v1/completions", {"prompt": "x", "max_tokens": 3, "response_format": form}),
+                           ("/v1/responses", {"input": "x", "max_output_tokens": 3, "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}),
+                           ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "output_config": {"format": {"type": "json_schema", "schema": schema}}})):
+            with self.subTest(path=path):
+                whole = self.server.post(path, body)[1]["warnings"]
+                self.assertIn("no-such", whole[0])
+                events = [json.loads(event) for event in self.server.events(path, body) if event != "[DONE]"]
+                told = [event.get("warnings") or event.get("response", {}).get("warnings") or event.get("message", {}).get("warnings") for event in events]
+                self.assertIn(whole, told)
 
     def test_bodies_that_are_no_requests(self):
         for body, words in ((b"", "empty"), (b"{", "byte 1"), (b"[]", "array"), (b'{"messages": \xff}', "byte 13"),
@@ -627,6 +639,7 @@ class StructuredTest(ServerTest):
                 (form({"$ref": "#/nothing"}), "response_format.json_schema.schema", "nothing"),
                 (form({"enum": [f"value {i}" for i in range(50_000)]}), "response_format.json_schema.schema", "large"),
                 ({"messages": HELLO, "response_format": {"type": "regex", "pattern": "("}}, "response_format", "bracket"),
+                ({"messages": HELLO, "response_format": {"type": "regex", "pattern": "[a-z]*" * 201}}, "response_format", "more than 200 repetitions"),
                 ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.schema", "missing"),
                 ({"messages": HELLO, "tool_choice": "required"}, "tool_choice", "no tools"),
                 ({"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
@@ -748,8 +761,9 @@ class LeavingTest(ServerTest):
 
 
 class LoadTest(ServerTest):
-    """Many at once: none lost, none mixed up, no page leaked."""
-    arguments = ("--device", "cpu", "--ctx", "512", "--parallel", "8", "--chunk", "48", "--cache-tokens", "1024", "--queue", "64")
+    """Many at once: none lost, none mixed up, no page leaked, memory flat. BERYL_LOAD="CLIENTS REQUESTS_OF_EACH" makes it longer."""
+    n_clients, n_requests = map(int, os.environ.get("BERYL_LOAD", "24 12").split())
+    arguments = ("--device", "cpu", "--ctx", "512", "--parallel", "8", "--chunk", "48", "--cache-tokens", "1024", "--queue", "256")
 
     def test_every_reply_is_the_one_given_alone(self):
         shared = "You are a model of random weights. " * 3
@@ -763,11 +777,17 @@ class LoadTest(ServerTest):
             asked_of = [{key: value for key, value in asked.items() if key in ("messages", "temperature", "max_tokens")} for asked in asked_of]
         alone = [self.chat(**asked)["choices"][0]["message"] for asked in asked_of]
         failures = []
+        n_done = 0
+
+        def memory():
+            return int(pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text().split("VmRSS:")[1].split()[0])
 
         def client(seed):
+            nonlocal n_done
             draw = random.Random(seed)
             try:
-                for _ in range(12):
+                for _ in range(self.n_requests):
+                    n_done += 1
                     i = draw.randrange(len(questions))
                     asked = asked_of[i]
                     kind = draw.randrange(4)
@@ -787,13 +807,20 @@ class LoadTest(ServerTest):
             except Exception as error:                   # noqa: BLE001  whatever it is, the test has failed
                 failures.append(error)
 
-        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(24)]
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(self.n_clients)]
         for thread in threads:
             thread.start()
+        if is_long := self.n_clients * self.n_requests >= 4000:
+            wait_until(lambda: n_done > self.n_clients * self.n_requests // 4 or failures, seconds=3600)
+            before = memory()
         for thread in threads:
             thread.join()
         self.assertEqual(failures, [])
         self.wait_until_idle()
+        if is_long:
+            metrics = {name: value for name, value in self.server.metrics().items() if name.startswith("requests_total")}
+            print(f"{n_done} requests by {self.n_clients}; memory {before} kB after a quarter, {memory()} kB at the end; {metrics}", file=sys.stderr)
+            self.assertLess(memory(), before + 12_000)
         self.assertGreater(self.server.metrics()["reused_tokens_total"], 1000)
 
 

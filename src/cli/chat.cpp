@@ -212,7 +212,7 @@ bool Chat::say(const std::string& text) {
     print_note(fmt::format("stopped after {} tokens of the message were read; the talk is as it was before it", result.prompt_tokens));
     return false;
   }
-  conversation_.add_reply(text, writer.answer(), result, writer.has_thought());
+  conversation_.add_reply(text, writer.answer(), writer.thought(), result, writer.has_thought());
   print_status(result);
   if (result.finish == FinishReason::kContext)
     print_warning(fmt::format("the context of {} positions is full, so the reply ends here. /forget drops the oldest message and its reply, "

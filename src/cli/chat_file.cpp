@@ -67,9 +67,11 @@ SavedTalk load_talk(const std::string& path) {
   for (size_t i = 0; i < talk.messages.size(); ++i) {
     const Json& each = talk.messages[i];
     const char* role = i % 2 == 0 ? "user" : "assistant";
-    if (!each.is_object() || each.size() != 2 || !each.contains("role") || each["role"] != role || !each.contains("content") ||
-        !each["content"].is_string())
-      refuse(path, fmt::format("message {} is none with the role \"{}\" and a text as \"content\"", i + 1, role));
+    const bool has_thought = i % 2 == 1 && each.is_object() && each.contains("reasoning_content");
+    if (!each.is_object() || each.size() != (has_thought ? 3 : 2) || !each.contains("role") || each["role"] != role || !each.contains("content") ||
+        !each["content"].is_string() || (has_thought && !each["reasoning_content"].is_string()))
+      refuse(path, fmt::format("message {} is none with the role \"{}\" and a text as \"content\"{}", i + 1, role,
+                               i % 2 == 1 ? ", at most with another as \"reasoning_content\"" : ""));
   }
   return talk;
 }

@@ -11,7 +11,7 @@ struct SavedTalk {
   std::string model;                    // its name, for people
   std::string system_text;
   nlohmann::ordered_json settings;      // name -> number or true or false
-  nlohmann::ordered_json messages;      // of user and assistant in turn, as many of each
+  nlohmann::ordered_json messages;      // of user and assistant in turn, as many of each; thoughts as reasoning_content
 };
 
 // Replaces a file only if that is a saved talk as well. Throws Error(kIo, kBadInput).

@@ -3,6 +3,8 @@
 namespace beryl::cli {
 namespace {
 
+constexpr const char* kThought = "reasoning_content";
+
 nlohmann::ordered_json message(const char* role, const std::string& text) {
   return {{"role", role}, {"content", text}};
 }
@@ -48,9 +50,9 @@ std::string Conversation::drop_last() {
 ChatPrompt Conversation::write(const Json& messages) const {
   ChatOptions options;
   options.enable_thinking = think_;
-  if (system_text_.empty()) return writer_.write(messages, options);
   Json all = messages;
-  all.insert(all.begin(), message("system", system_text_));
+  for (Json& each : all) each.erase(kThought);
+  if (!system_text_.empty()) all.insert(all.begin(), message("system", system_text_));
   return writer_.write(all, options);
 }
 
@@ -102,11 +104,12 @@ Turn Conversation::next_turn(const std::string& user_text) const {
   return turn;
 }
 
-void Conversation::add_reply(const std::string& user_text, const std::string& text, const GenerateResult& result,
-                             bool has_thought) {
+void Conversation::add_reply(const std::string& user_text, const std::string& text, const std::string& thought,
+                             const GenerateResult& result, bool has_thought) {
   messages_.push_back(message("user", user_text));
   written_ = write(messages_).text();
   messages_.push_back(message("assistant", text));
+  if (!thought.empty()) messages_.back()[kThought] = thought;
   cache_holds_all_ = result.finish != FinishReason::kFailed && !has_thought;
   // The id that ended the reply is the end of the turn, which the format writes itself (it may also be another id that
   // ends texts, and that has no place within one).

@@ -33,10 +33,12 @@ class Conversation {
   // What to feed for this message; nothing changes until the reply is added. Throws Error(kBadInput) when the format
   // cannot express it.
   Turn next_turn(const std::string& user_text) const;
-  // The message was fed and answered. text: the reply without thoughts.
-  void add_reply(const std::string& user_text, const std::string& text, const GenerateResult& result, bool has_thought);
+  // The message was fed and answered. text: the reply without thoughts; thought: these. (A thought that was opened may be empty.)
+  void add_reply(const std::string& user_text, const std::string& text, const std::string& thought, const GenerateResult& result,
+                 bool has_thought);
 
-  // The user's messages and the replies, in turn, as OpenAI's list.
+  // The user's messages and the replies, in turn, as OpenAI's list; thoughts, which the model is not told again, are
+  // reasoning_content beside the reply.
   const Json& messages() const { return messages_; }
   size_t n_exchanges() const { return messages_.size() / 2; }
   const std::string& system_text() const { return system_text_; }

@@ -19,6 +19,7 @@ void ReplyWriter::push(int32_t id) {
   ReplyDelta delta;
   parser_.push(id, delta);
   answer_ += delta.content;
+  thought_ += delta.reasoning;
   has_thought_ = has_thought_ || parser_.in_thought();
   if (show_special_) {
     if (was_in_thought != parser_.in_thought() && !was_in_thought) write(named_stream_.finish());
@@ -44,6 +45,7 @@ void ReplyWriter::finish() {
   const bool in_thought = parser_.in_thought();
   parser_.finish(delta);
   answer_ += delta.content;
+  thought_ += delta.reasoning;
   if (show_special_) {
     const std::string rest = named_stream_.finish();
     if (in_thought) {

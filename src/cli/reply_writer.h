@@ -23,6 +23,7 @@ class ReplyWriter {
 
   // Valid after finish. Without thoughts and special tokens.
   const std::string& answer() const { return answer_; }
+  const std::string& thought() const { return thought_; }
   bool has_thought() const { return has_thought_; }
 
  private:
@@ -37,7 +38,7 @@ class ReplyWriter {
   bool line_open_ = false;                     // the last character shown, on either stream, was no newline
   bool to_terminal_ = false;
   bool dims_ = false;                          // thoughts
-  std::string answer_;
+  std::string answer_, thought_;
 };
 
 }  // namespace beryl::cli

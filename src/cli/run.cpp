@@ -137,7 +137,7 @@ int run(RunOptions& options) {
   Speaker speaker(speak, most_prompt);
   if (options.n_constraints() > 0) {
     const auto constraint =
-        ConstraintCompiler(speaker.tokenizer(), speaker.model().config.vocab, usable_cores()).compile(constraint_of(options));
+        ConstraintCompiler(speaker.tokenizer(), speaker.model().config.vocab).compile(constraint_of(options));
     for (const std::string& note : constraint->notes()) print_warning(note);
     speaker.set_constraint(constraint);
   }

@@ -104,6 +104,7 @@ int serve(const ServeOptions& options) {
   limits.run.cache_tokens = options.cache_tokens;
   limits.run.kept_windows = limits.run.n_sequences;
   limits.max_waiting = static_cast<int>(options.max_waiting);
+  limits.mask_workers = std::clamp(usable_cores() / 2, 2, 16);
   if (options.no_draft) limits.max_draft = 0;
   if (options.cache_tokens > 0 && options.cache_tokens < limits.run.context)
     throw UsageError(fmt::format("--cache-tokens is {}, at least one context of {} was expected", options.cache_tokens, limits.run.context));
@@ -121,7 +122,8 @@ int serve(const ServeOptions& options) {
 
   size_t longest = 1;
   for (int32_t id = 0; id < tokenizer->vocab_size(); ++id) longest = std::max(longest, tokenizer->token_bytes(id).size());
-  ConstraintCompiler constraints(*tokenizer, model.config.vocab, std::max(1, usable_cores() / 2));   // the engine goes on beside it
+  ConstraintCompiler constraints(*tokenizer, model.config.vocab);
+  server::FormCompiler forms(constraints);
   const server::ServedModel served = {
       .id = name_of(options, model),
       .created = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count(),
@@ -129,7 +131,7 @@ int serve(const ServeOptions& options) {
       .writer = writer.get(),
       .writes_tools = writer != nullptr && writes_tools(*writer),
       .notation = writer == nullptr ? CallNotation::kTagged : call_notation(*writer, *tokenizer),
-      .constraints = constraints,
+      .forms = forms,
       .engine = *engine,
       .suppressed_ids = model.config.suppressed_tokens,
       .vocab = std::min<int64_t>(model.config.vocab, tokenizer->vocab_size()),
@@ -148,7 +150,9 @@ int serve(const ServeOptions& options) {
                          server::has_page() ? fmt::format(", a page to talk with it at {}", address) : "", backend->name(),
                          limits.run.context, limits.run.n_sequences));
 
+  std::thread prepare([&] { constraints.prepare(); });   // so that the first form need not wait for it
   signals.wait();
+  prepare.join();
   print_note("Finishing what has begun. Ctrl-C once more ends at once.");
   api.set_draining();
   listener.stop_accepting();
@@ -161,6 +165,7 @@ int serve(const ServeOptions& options) {
   while (!drained)
     if (signals.came_within(std::chrono::milliseconds(50)) && !drained) std::_Exit(kExitInterrupted);
   drain.join();
+  if (!forms.is_idle()) std::_Exit(0);   // a form that nobody waits for; nothing else is left to do
   return 0;
 }
 

@@ -17,6 +17,10 @@ using Clock = std::chrono::steady_clock;
 
 // Rows of logits are large; more guesses at once than these would not pay.
 constexpr int kDraftRows = 24;
+// How long a step waits for masks, as a share of what it takes itself, and the most of it.
+constexpr double kMaskShare = 0.25, kLeastMaskSeconds = 200e-6, kMostMaskSeconds = 20e-3;
+// Between looks at what was cancelled and what has come, while nobody can go on.
+constexpr std::chrono::milliseconds kMaskPatience{5};
 
 double seconds_between(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double>(end - begin).count();
@@ -52,17 +56,12 @@ struct Engine::Sequence {
   std::vector<int32_t> guesses;      // for this step
   int n_wanted = 0;                  // of these, worth checking
 
-  // What may come next, and behind each guess that is worth checking; of a request with a constraint.
-  struct Mask {
-    TokenConstraint::Next next = TokenConstraint::Next::kAnything;
-    std::vector<uint32_t> words;
-    bool allows(int32_t id) const {
-      return next == TokenConstraint::Next::kAnything ||
-             (next == TokenConstraint::Next::kMasked && (words[static_cast<size_t>(id) / 32] >> (id % 32) & 1u) != 0);
-    }
-    const uint32_t* allowed() const { return next == TokenConstraint::Next::kAnything ? nullptr : words.data(); }
-  };
-  std::vector<Mask> masks;
+  std::shared_ptr<BoundReply> bound; // of a request with a constraint
+  std::vector<int32_t> unaccepted;   // ids that the constraint has not heard of
+  bool needs_masks = false;          // for what comes next
+  bool is_held = false;              // they are not there
+  double seconds_of_masks = 0;       // BoundReply::seconds, as far as is known
+
   std::vector<Sampled> fresh;        // tokens of this step
   std::string error;                 // why it can not go on
   bool ended = false;
@@ -72,26 +71,10 @@ struct Engine::Sequence {
   int64_t n_unread() const { return static_cast<int64_t>(ids.size()) - n_read; }
   int64_t n_reply() const { return static_cast<int64_t>(ids.size() - n_prompt); }
   bool was_admitted() const { return admitted != Clock::time_point(); }
-  // What the constraint throws ends this request only.
-  template <class Ask>
-  void guarded(const Ask& ask) {
-    try {
-      ask();
-    } catch (const std::exception& exception) {
-      error = exception.what();
-    }
-  }
-  // Asks the constraint what may come behind what it has accepted.
-  void fill_mask(size_t index, int64_t vocab) {
-    if (masks.size() <= index) masks.resize(index + 1);
-    masks[index].next = TokenConstraint::Next::kAnything;
-    masks[index].words.assign(static_cast<size_t>((vocab + 31) / 32), 0);
-    masks[index].next = request.constraint->fill(masks[index].words);
-  }
 };
 
 Engine::Engine(const Program& program, const EngineLimits& limits, Backend& backend)
-    : limits_(limits.complete()), vocab_(program.vocab), stepper_(program, limits_.run, backend) {
+    : limits_(limits.complete()), vocab_(program.vocab), stepper_(program, limits_.run, backend), masks_(limits_.mask_workers, vocab_) {
   BERYL_CHECK(limits_.run.step_tokens > limits_.run.n_sequences, "a step has room for every sequence and a prompt");
   for (int slot = limits_.run.n_sequences - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   publish();
@@ -125,6 +108,10 @@ std::shared_ptr<Channel> Engine::submit(Request request) {
   sequence->result.timings.prompt_tokens = n_prompt;
   sequence->may_draft = limits_.max_draft > 0 && request.draft && !uses_history(request.sampling);
   if (sequence->may_draft) sequence->drafter.read(sequence->ids);
+  if (request.constraint != nullptr) {
+    sequence->bound = std::make_shared<BoundReply>(std::move(request.constraint));
+    sequence->needs_masks = true;
+  }
   sequence->request = std::move(request);
   std::shared_ptr<Channel> channel = sequence->channel;
   if (sequence->request.max_new <= 0) {
@@ -203,7 +190,13 @@ void Engine::end_cancelled() {
 
 void Engine::step() {
   propose_drafts();
+  ask_for_masks();
+  await_masks();
+  take_masks();
+  remove_ended();
+  if (running_.empty() && waiting_.empty()) return;
   plan();
+  if (plan_.rows.empty()) return await_any_mask();
   run_rows();
 }
 
@@ -212,6 +205,7 @@ void Engine::propose_drafts() {
   for (const SequencePtr& each : running_) n_rows += each->n_unread() == 1;
   for (const SequencePtr& each : running_) {
     Sequence& sequence = *each;
+    if (sequence.bound != nullptr && !sequence.needs_masks) continue;   // there are masks for those that it has
     sequence.guesses.clear();
     sequence.n_wanted = 0;
     if (!sequence.may_draft || sequence.n_unread() != 1) continue;
@@ -224,25 +218,57 @@ void Engine::propose_drafts() {
     sequence.guesses.assign(guesses.begin(), guesses.end());
     sequence.n_wanted = limits_.always_draft ? static_cast<int>(guesses.size())
                                              : sequence.drafter.worthwhile(guesses.size(), n_rows, cost_);
-    if (sequence.request.constraint) sequence.guarded([&] { keep_allowed_guesses(sequence); });
   }
 }
 
-// What is sampled behind a guess is bound as if the guess had come.
-void Engine::keep_allowed_guesses(Sequence& sequence) {
-  TokenConstraint& constraint = *sequence.request.constraint;
-  const int n_most = std::min(std::exchange(sequence.n_wanted, 0), TokenConstraint::kMaxRollback);
-  if (sequence.masks.empty()) sequence.fill_mask(0, vocab_);
-  int n_kept = 0, n_accepted = 0;
-  while (n_kept < n_most && sequence.masks[static_cast<size_t>(n_kept)].allows(sequence.guesses[static_cast<size_t>(n_kept)])) {
-    constraint.accept(sequence.guesses[static_cast<size_t>(n_kept)]);
-    ++n_accepted;
-    sequence.fill_mask(static_cast<size_t>(n_kept) + 1, vocab_);
-    if (sequence.masks[static_cast<size_t>(n_kept) + 1].next == TokenConstraint::Next::kNothing) break;
-    ++n_kept;
-  }
-  constraint.rollback(n_accepted);
-  sequence.n_wanted = n_kept;
+void Engine::ask_for_masks() {
+  const auto ask = [&](Sequence& sequence) {
+    if (!sequence.needs_masks || !sequence.bound->is_ready() || !sequence.bound->error.empty()) return;
+    sequence.bound->fresh = std::exchange(sequence.unaccepted, {});
+    sequence.bound->guesses.assign(sequence.guesses.begin(), sequence.guesses.begin() + sequence.n_wanted);
+    sequence.needs_masks = false;
+    masks_.ask(sequence.bound);
+  };
+  for (const SequencePtr& each : running_) ask(*each);
+  for (const SequencePtr& each : waiting_) ask(*each);   // so that they are let in with their masks
+}
+
+// A step waits a little for masks that are likely to come soon: a sequence that sits out loses a whole one.
+void Engine::await_masks() {
+  const double most = std::clamp(kMaskShare * decode_seconds_, kLeastMaskSeconds, kMostMaskSeconds);
+  awaited_.clear();
+  for (const SequencePtr& each : running_)
+    if (each->bound != nullptr && !each->bound->is_ready() && each->seconds_of_masks < most) awaited_.push_back(each->bound.get());
+  if (!awaited_.empty())
+    masks_.wait(awaited_, awaited_.size(), std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(most)));
+}
+
+void Engine::take_masks() {
+  const auto take = [&](Sequence& sequence) {
+    if (sequence.bound == nullptr) return;
+    sequence.is_held = !sequence.bound->is_ready();
+    if (sequence.is_held) return;
+    sequence.n_wanted = sequence.bound->n_guesses;
+    sequence.seconds_of_masks = sequence.bound->seconds;
+    if (!sequence.bound->error.empty()) {
+      end(sequence, FinishReason::kFailed, sequence.bound->error);
+    } else if (sequence.bound->masks[0].next == TokenConstraint::Next::kNothing) {
+      end(sequence, FinishReason::kStop);
+    }
+  };
+  for (const SequencePtr& each : running_) take(*each);
+  for (const SequencePtr& each : waiting_) take(*each);
+}
+
+// Nobody can go on before a mask is there.
+void Engine::await_any_mask() {
+  awaited_.clear();
+  for (const SequencePtr& each : running_)
+    if (each->is_held) awaited_.push_back(each->bound.get());
+  for (const SequencePtr& each : waiting_)
+    if (each->is_held) awaited_.push_back(each->bound.get());
+  BERYL_CHECK(!awaited_.empty(), "the oldest sequence that is not held gets on");
+  masks_.wait(awaited_, 1, kMaskPatience);
 }
 
 void Engine::plan() {
@@ -252,10 +278,11 @@ void Engine::plan() {
     running_views_.clear();
     waiting_views_.clear();
     for (const SequencePtr& each : running_)
-      running_views_.push_back({each->n_read, stepper_.pages().n_pages(each->slot), each->n_unread(), each->n_wanted, each->last_chunk});
-    const size_t n_slots = std::min(free_slots_.size(), waiting_.size());
-    for (size_t i = 0; i < n_slots; ++i) {
+      running_views_.push_back({each->n_read, stepper_.pages().n_pages(each->slot), each->n_unread(), each->n_wanted, each->last_chunk, each->is_held});
+    // Who waits for a mask has not come yet, as it were.
+    for (size_t i = 0; i < waiting_.size() && waiting_views_.size() < free_slots_.size(); ++i) {
       const Sequence& sequence = *waiting_[i];
+      if (sequence.is_held) continue;
       const PrefixMatch match = sequence.request.reuse_prefix ? stepper_.match(sequence.ids) : PrefixMatch();
       waiting_views_.push_back({static_cast<int64_t>(sequence.ids.size()), match.n_tokens, match.n_idle});
     }
@@ -280,11 +307,12 @@ void Engine::put_back(size_t index) {
   waiting_.insert(place, std::move(sequence));
 }
 
-// Lets the first n in, and puts them behind the running ones. Only then into their order: the plan counts so.
+// Lets the first n in that are not held, and puts them behind the running ones. Only then into their order: the plan counts so.
 void Engine::admit(int n) {
   for (int i = 0; i < n; ++i) {
-    SequencePtr sequence = std::move(waiting_.front());
-    waiting_.pop_front();
+    const auto first = std::find_if(waiting_.begin(), waiting_.end(), [](const SequencePtr& each) { return !each->is_held; });
+    SequencePtr sequence = std::move(*first);
+    waiting_.erase(first);
     sequence->slot = free_slots_.back();
     free_slots_.pop_back();
     RequestTimings& timings = sequence->result.timings;
@@ -316,7 +344,6 @@ void Engine::admit(int n) {
 }
 
 void Engine::run_rows() {
-  BERYL_CHECK(!plan_.rows.empty(), "the oldest sequence always gets on");
   ++n_steps_;
   rows_.clear();
   slots_.clear();
@@ -330,11 +357,9 @@ void Engine::run_rows() {
     prompts = prompts || row.n_ids > 1 || sequence.n_reply() == 0;
     n_rows += row.n_ids + row.n_draft;
     allowed_.emplace_back();
-    if (samples && sequence.request.constraint) {
-      if (sequence.masks.empty()) sequence.guarded([&] { sequence.fill_mask(0, vocab_); });
-      for (int i = 0; i <= row.n_draft; ++i) allowed_.back().push_back(sequence.masks[static_cast<size_t>(i)].allowed());
-    }
-    plain = plain && row.n_ids == 1 && row.n_draft == 0 && samples && !sequence.request.constraint;
+    if (samples && sequence.bound != nullptr)
+      for (int i = 0; i <= row.n_draft; ++i) allowed_.back().push_back(sequence.bound->masks[static_cast<size_t>(i)].allowed());
+    plain = plain && row.n_ids == 1 && row.n_draft == 0 && samples && sequence.bound == nullptr;
     sequence.ids.insert(sequence.ids.end(), sequence.guesses.begin(), sequence.guesses.begin() + row.n_draft);
     rows_.push_back({sequence.slot,
                      std::span(sequence.ids).subspan(static_cast<size_t>(sequence.n_read), static_cast<size_t>(row.n_ids + row.n_draft)),
@@ -366,7 +391,10 @@ void Engine::run_rows() {
   take_guesses_off();
   const Clock::time_point now = Clock::now();
   const double seconds = seconds_between(begin, now);
-  if (!prompts) cost_.add(n_rows, seconds);
+  if (!prompts) {
+    cost_.add(n_rows, seconds);
+    decode_seconds_ = seconds;
+  }
   ++totals_.steps;
   totals_.step_seconds += seconds;
 
@@ -411,8 +439,6 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
       break;
     }
     ++timings.reply_tokens;
-    if (sequence.request.constraint) sequence.guarded([&] { sequence.request.constraint->accept(sampled.id); });
-    if (!sequence.error.empty()) break;
     if (std::find(sequence.request.stop_ids.begin(), sequence.request.stop_ids.end(), sampled.id) !=
         sequence.request.stop_ids.end()) {
       sequence.result.stop_id = sampled.id;
@@ -427,9 +453,9 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
       finish = FinishReason::kContext;
     }
   }
-  if (sequence.request.constraint && !finish && sequence.error.empty()) {
-    sequence.guarded([&] { sequence.fill_mask(0, vocab_); });
-    if (sequence.masks[0].next == TokenConstraint::Next::kNothing) finish = FinishReason::kStop;
+  if (sequence.bound != nullptr) {
+    for (const Sampled& sampled : sequence.fresh) sequence.unaccepted.push_back(sampled.id);
+    sequence.needs_masks = true;
   }
   if (!sequence.error.empty()) finish = FinishReason::kFailed;
   timings.drafted_tokens += row.n_draft;

@@ -16,6 +16,7 @@
 
 #include "engine/channel.h"
 #include "engine/draft.h"
+#include "engine/mask_maker.h"
 #include "engine/request.h"
 #include "engine/scheduler.h"
 #include "engine/stepper.h"
@@ -27,6 +28,7 @@ struct EngineLimits {
   int max_waiting = 64;      // requests that are not let in yet
   int max_draft = 7;         // guesses a step and sequence; 0: none
   bool always_draft = false; // check all guesses, whether it pays or not: for tests and measurements
+  int mask_workers = 2;      // threads that make the masks of bound replies; with one, slow masks hold up the quick ones of others
 
   // With the limits that follow from the others where they are not given: shares_pages, step_tokens, n_outputs.
   EngineLimits complete() const;
@@ -71,7 +73,10 @@ class Engine {
   void end_cancelled();
   void step();
   void propose_drafts();
-  void keep_allowed_guesses(Sequence& sequence);
+  void ask_for_masks();
+  void await_masks();
+  void take_masks();
+  void await_any_mask();
   void plan();
   void put_back(size_t index);
   void admit(int n);
@@ -92,6 +97,8 @@ class Engine {
   std::deque<SequencePtr> waiting_;       // likewise
   std::vector<int> free_slots_;           // rows of the page tables
   StepCost cost_;
+  double decode_seconds_ = 0;             // of the last step without prompts
+  MaskMaker masks_;
   uint64_t n_steps_ = 0;
   StepPlan plan_;
   std::vector<RunningSequence> running_views_;
@@ -99,6 +106,7 @@ class Engine {
   std::vector<SequenceRows> rows_;
   std::vector<int> slots_;
   std::vector<std::vector<const uint32_t*>> allowed_;   // [rows of the plan][sampled rows]
+  std::vector<const BoundReply*> awaited_;
   EngineCounts totals_;
 
   // Shared.

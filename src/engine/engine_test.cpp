@@ -390,6 +390,50 @@ TEST_F(EngineTest, AConstraintHoldsWithGuessesAndWhenPutBack) {
   expect_no_page_leaked(*each);
 }
 
+// Whose masks wait for the test, from the n-th on.
+class SlowRule : public TokenConstraint {
+ public:
+  SlowRule(int n, const std::atomic<bool>& go) : n_(n), go_(go) {}
+  Next fill(std::span<uint32_t>) override {
+    while (--n_ <= 0 && !go_) std::this_thread::yield();
+    return Next::kAnything;
+  }
+  void accept(int32_t) override {}
+  void rollback(int) override {}
+
+ private:
+  int n_;
+  const std::atomic<bool>& go_;
+};
+
+TEST_F(EngineTest, AMaskThatTakesLongHoldsUpItsRequestOnly) {
+  const auto each = engine(limits_of(256, 4, 16, 800));
+  std::atomic<bool> go = false;
+  const auto bound = [&](int n_quick) {
+    Request request = request_for(ids(30), 60);
+    request.constraint = std::make_unique<SlowRule>(n_quick, go);
+    return each->submit(std::move(request));
+  };
+  for (const int n_quick : {1, 2, 9}) {   // before it is let in; behind its first token; later
+    go = false;
+    const auto slow = bound(n_quick);
+    std::vector<std::shared_ptr<Channel>> others;
+    for (size_t i = 0; i < 5; ++i) others.push_back(i % 2 == 0 ? each->submit(request_for(ids(30), 60)) : bound(1 << 20));
+    for (const auto& other : others) EXPECT_EQ(read_all(*other).ids, test::text_model_reply(ids(30), 60, {}, {}, 256));
+    std::vector<Sampled> tokens;
+    EXPECT_TRUE(slow->read(tokens, std::chrono::milliseconds(0)));
+    EXPECT_LT(tokens.size(), 60u);
+    // One that leaves meanwhile is let go at once, though its mask is still being made.
+    const auto leaving = bound(n_quick);
+    while (leaving->read(tokens, std::chrono::milliseconds(0)) && each->counts().n_running + each->counts().n_waiting < 2) std::this_thread::yield();
+    leaving->cancel();
+    EXPECT_EQ(read_all(*leaving).result.finish, FinishReason::kCancelled);
+    go = true;
+    EXPECT_EQ(read_all(*slow).result.finish, FinishReason::kLength);
+  }
+  expect_no_page_leaked(*each);
+}
+
 // Fails at its n-th call of a kind.
 class FailingRule : public TokenConstraint {
  public:

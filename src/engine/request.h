@@ -19,8 +19,8 @@ enum class FinishReason : uint8_t {
   kFailed,      // the logits held NaN or infinity, every token was banned, or the device failed
 };
 
-// What may come next, by a grammar for example. Belongs to one request, used on the engine's thread only. What its members
-// throw ends that request.
+// What may come next, by a grammar for example. Belongs to one request, used by one thread at a time, which need not be the
+// engine's (mask_maker.h). What its members throw ends that request.
 class TokenConstraint {
  public:
   enum class Next : uint8_t {

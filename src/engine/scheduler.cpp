@@ -35,7 +35,7 @@ void plan_step(std::span<const RunningSequence> running, std::span<const Waiting
 
   for (int i = 0; i < n_running; ++i) {
     const RunningSequence& each = running[static_cast<size_t>(i)];
-    if (each.n_unread != 1) continue;
+    if (each.n_unread != 1 || each.is_held) continue;
     const int64_t needed = Place{each.n_read, each.n_pages}.needed(1);
     if (needed > pages) {
       if (i + 1 < n_running) return preempt_youngest();

@@ -1,12 +1,12 @@
 // What the next step does, as a pure function of the sequences, the pages and the limits.
 //
 // Sequences run in the order in which their requests came, the oldest first, and so do their rights:
-//   decode rows   one for each sequence whose prompt is read; they never wait for a prompt
+//   decode rows   one for each sequence whose prompt is read, unless it is held; they never wait for a prompt
 //   prompts       chunks within what is left of the step's tokens, those that waited longest since their last chunk first
 //   drafts        with rows and pages that nobody else needs
 // When pages run out the youngest running sequence is put back and computed anew later (preemption by recompute), so the
-// oldest always gets on: a pool holds one whole context at least. A waiting request is let in, never past an older one,
-// when the pages that its prompt takes are there beside what running prompts still need.
+// oldest that is not held always gets on: a pool holds one whole context at least. A waiting request is let in, never past
+// an older one, when the pages that its prompt takes are there beside what running prompts still need.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +28,7 @@ struct RunningSequence {
   int64_t n_unread = 1;      // ids that are known but not read: 1, the last sampled one, when it decodes
   int n_draft = 0;           // further ids that are guessed; 0 unless it decodes
   uint64_t last_chunk = 0;   // when a chunk of its prompt was read last; any clock that grows
+  bool is_held = false;      // decodes, but not in this step: what may come next is not known yet
 };
 
 struct WaitingSequence {

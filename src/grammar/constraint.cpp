@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "grammar/grammar_text.h"
 #include "grammar/json_schema.h"
+#include "grammar/mask_trial.h"
 #include "grammar/regex.h"
 #include "grammar/tool_grammar.h"
 #include "weights/json_text.h"
@@ -48,7 +49,7 @@ namespace {
 constexpr size_t kMaxTextBytes = 1 << 20;
 constexpr size_t kMaxRegexBytes = 16 << 10;
 constexpr size_t kMaxGrammarBytes = 256 << 10;  // as the library prints it; more would take many seconds
-constexpr size_t kMaxKept = 64;               // compiled specs, and their bytes
+constexpr size_t kMaxKept = 64;                 // compiled specs, and their bytes
 constexpr size_t kMaxKeptBytes = 64 << 20;
 
 // The library's messages, as one printable line of ours.
@@ -124,6 +125,8 @@ struct SplitCharacters {
 };
 
 struct CompiledConstraint::Data {
+  // Masks of its states are made when they are first wanted, and kept: all of them at once would take up to 20 s, in which nothing
+  // can interrupt the library.
   xgrammar::CompiledGrammar grammar;
   std::shared_ptr<const SplitCharacters> split;
   std::vector<std::string> notes;
@@ -196,34 +199,52 @@ Constraint CompiledConstraint::start() const {
 struct ConstraintCompiler::Impl {
   // What is made of the vocabulary.
   struct Vocabulary {
-    Vocabulary(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
+    Vocabulary(const Tokenizer& tokenizer, int64_t model_vocab)
         : marks(find_tool_tokens(tokenizer)),
           split(make_split(tokenizer, model_vocab)),
-          info(make_info(tokenizer, model_vocab, marks)),
-          compiler(info, n_threads, /*cache_enabled=*/false) {}
+          stops(stops_of(tokenizer, model_vocab)),
+          texts(texts_of(tokenizer, model_vocab, marks)),
+          info(texts, xgrammar::VocabType::RAW, static_cast<int>(model_vocab), stops),
+          compiler(info, /*max_threads=*/1, /*cache_enabled=*/false, /*max_memory_bytes=*/-1, /*enable_dynamic_compilation=*/true),
+          trial(texts, ids_of(marks, model_vocab), stops) {
+      texts = {};
+    }
 
     ToolTokens marks;
     std::shared_ptr<const SplitCharacters> split;
+    std::vector<int32_t> stops;
+    std::vector<std::string> texts;   // as the library is told them; only while this is made
     xgrammar::TokenizerInfo info;
     xgrammar::GrammarCompiler compiler;
+    MaskTrial trial;
   };
 
   // Control tokens are no text, so none is ever allowed but the stop ids and what `marks` names.
-  static xgrammar::TokenizerInfo make_info(const Tokenizer& tokenizer, int64_t model_vocab, const ToolTokens& marks) {
+  static std::vector<std::string> texts_of(const Tokenizer& tokenizer, int64_t model_vocab, const ToolTokens& marks) {
     const int32_t n = static_cast<int32_t>(std::min<int64_t>(tokenizer.vocab_size(), model_vocab));
-    std::vector<std::string> texts(static_cast<size_t>(n));
+    std::vector<std::string> texts(static_cast<size_t>(model_vocab));
     for (int32_t id = 0; id < n; ++id)
       if (!tokenizer.is_special(id)) texts[static_cast<size_t>(id)] = tokenizer.token_bytes(id);
     // A text, or the library takes it for no token at all; none that any text of a grammar could match.
-    for (const ToolTokens::Mark& mark : marks.marks)
-      if (mark.id >= 0 && mark.id < n) texts[static_cast<size_t>(mark.id)] = fmt::format("\xff{}", mark.id);
+    for (const int32_t id : ids_of(marks, n)) texts[static_cast<size_t>(id)] = fmt::format("\xff{}", id);
     for (std::string& text : texts)
       for (size_t i = 0; i + 1 < text.size(); ++i)
         if (text[i] == SplitCharacters::kLead && SplitCharacters::is_half(text[i + 1])) text.clear();
+    return texts;
+  }
+
+  static std::vector<int32_t> ids_of(const ToolTokens& marks, int64_t n) {
+    std::vector<int32_t> ids;
+    for (const ToolTokens::Mark& mark : marks.marks)
+      if (mark.id >= 0 && mark.id < n) ids.push_back(mark.id);
+    return ids;
+  }
+
+  static std::vector<int32_t> stops_of(const Tokenizer& tokenizer, int64_t model_vocab) {
     std::vector<int32_t> stops;
     for (const int32_t id : tokenizer.stop_ids())
-      if (id < n) stops.push_back(id);
-    return xgrammar::TokenizerInfo(texts, xgrammar::VocabType::RAW, static_cast<int>(model_vocab), stops);
+      if (id < std::min<int64_t>(tokenizer.vocab_size(), model_vocab)) stops.push_back(id);
+    return stops;
   }
 
   static std::shared_ptr<const SplitCharacters> make_split(const Tokenizer& tokenizer, int64_t model_vocab) {
@@ -328,8 +349,12 @@ struct ConstraintCompiler::Impl {
     });
   }
 
-  std::shared_ptr<const CompiledConstraint> make(const ConstraintSpec& spec, size_t& n_bytes) {
-    if (!vocabulary) vocabulary.emplace(tokenizer, model_vocab, n_threads);
+  void prepare() {
+    std::call_once(has_vocabulary, [&] { vocabulary.emplace(tokenizer, model_vocab); });
+  }
+
+  std::shared_ptr<const CompiledConstraint> make(const ConstraintSpec& spec) {
+    prepare();
     const std::string_view name = name_of(spec.kind);
     std::vector<std::string> notes;
     const xgrammar::Grammar grammar = grammar_of(spec, notes);
@@ -337,9 +362,10 @@ struct ConstraintCompiler::Impl {
     if (grammar_bytes > kMaxGrammarBytes)
       refuse(ErrorCode::kUnsupported, name,
              fmt::format("is too large: its grammar has {} bytes, at most {} are allowed", grammar_bytes, kMaxGrammarBytes));
+    if (spec.kind != ConstraintSpec::Kind::kGrammar && !translated(name, [&] { return vocabulary->trial.is_quick(grammar); }))
+      refuse(ErrorCode::kUnsupported, name, "a text can be read in too many ways at once: each token would take seconds");
     auto data = std::make_unique<const CompiledConstraint::Data>(CompiledConstraint::Data{
         translated(name, [&] { return vocabulary->compiler.CompileGrammar(grammar); }), vocabulary->split, std::move(notes)});
-    n_bytes = data->grammar.MemorySizeBytes() + grammar_bytes;
     auto compiled = std::make_shared<const CompiledConstraint>(std::move(data));
     std::vector<uint32_t> mask;
     Constraint first = compiled->start();
@@ -355,30 +381,32 @@ struct ConstraintCompiler::Impl {
     if (!is_utf8(text)) refuse(ErrorCode::kBadInput, name, "is not UTF-8");
   }
 
-  static std::string key_of(const ConstraintSpec& spec) {
-    std::string key = fmt::format("{} {} ", static_cast<int>(spec.kind), spec.text.size()) + spec.text;
-    if (spec.calls) key += fmt::format("{} {} ", static_cast<int>(spec.calls->notation), spec.calls->single) + spec.calls->tools;
-    return key;
-  }
-
   // Null: it is not there. What is found becomes the last to go.
   std::shared_ptr<const CompiledConstraint> find(const std::string& key) {
     const std::lock_guard lock(mutex);
     const auto at = std::find_if(kept.begin(), kept.end(), [&](const Kept& each) { return each.key == key; });
     if (at == kept.end()) return nullptr;
     kept.splice(kept.begin(), kept, at);
+    drop_some();
     return kept.front().compiled;
   }
 
-  void keep(std::string key, std::shared_ptr<const CompiledConstraint> compiled, size_t n_bytes) {
+  void keep(std::string key, std::shared_ptr<const CompiledConstraint> compiled) {
     const std::lock_guard lock(mutex);
-    n_bytes += key.size();
-    kept_bytes += n_bytes;
-    kept.push_front({std::move(key), std::move(compiled), n_bytes});
-    while (kept.size() > kMaxKept || kept_bytes > kMaxKeptBytes) {
-      kept_bytes -= kept.back().n_bytes;
-      kept.pop_back();
+    std::erase_if(kept, [&](const Kept& each) { return each.key == key; });
+    kept.push_front({std::move(key), std::move(compiled)});
+    drop_some();
+  }
+
+  // Masks make the kept ones grow, so their sizes are looked at anew. The first one stays.
+  void drop_some() {
+    size_t n_bytes = 0, n = 0;
+    auto each = kept.begin();
+    for (; each != kept.end() && n < kMaxKept; ++each, ++n) {
+      n_bytes += each->key.size() + each->compiled->data_->grammar.MemorySizeBytes();
+      if (n_bytes > kMaxKeptBytes && n > 0) break;
     }
+    kept.erase(each, kept.end());
   }
 
   static constexpr int kMaxBlanks = 16;  // in a row: a model that likes blanks comes to an end
@@ -386,31 +414,33 @@ struct ConstraintCompiler::Impl {
   struct Kept {
     std::string key;
     std::shared_ptr<const CompiledConstraint> compiled;
-    size_t n_bytes;
   };
 
   const Tokenizer& tokenizer;
   const int64_t model_vocab;
-  const int n_threads;
-  std::mutex compiling;  // one at a time: it takes all threads anyway
+  std::once_flag has_vocabulary;
   std::optional<Vocabulary> vocabulary;
   std::mutex mutex;      // of what is kept
   std::list<Kept> kept;  // the last used first
-  size_t kept_bytes = 0;
 };
 
-ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads)
-    : impl_(new Impl{tokenizer, model_vocab, std::max(n_threads, 1), {}, {}, {}, {}, 0}) {}
+ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab) : impl_(new Impl{tokenizer, model_vocab, {}, {}, {}, {}}) {}
 ConstraintCompiler::~ConstraintCompiler() = default;
 
+void ConstraintCompiler::prepare() {
+  try {
+    impl_->prepare();
+  } catch (const std::exception&) {
+  }
+}
+
+std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec& spec) { return impl_->find(key_of(spec)); }
+
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec& spec) {
-  std::string key = Impl::key_of(spec);
+  std::string key = key_of(spec);
   if (auto compiled = impl_->find(key)) return compiled;
-  const std::lock_guard lock(impl_->compiling);
-  if (auto compiled = impl_->find(key)) return compiled;   // somebody else wanted the same
-  size_t n_bytes = 0;
-  std::shared_ptr<const CompiledConstraint> compiled = impl_->make(spec, n_bytes);
-  impl_->keep(std::move(key), compiled, n_bytes);
+  std::shared_ptr<const CompiledConstraint> compiled = impl_->make(spec);
+  impl_->keep(std::move(key), compiled);
   return compiled;
 }
 
@@ -446,10 +476,18 @@ CompiledConstraint::CompiledConstraint(std::unique_ptr<const Data> data) : data_
 CompiledConstraint::~CompiledConstraint() = default;
 Constraint CompiledConstraint::start() const { refuse(); }
 const std::vector<std::string>& CompiledConstraint::notes() const { return data_->notes; }
-ConstraintCompiler::ConstraintCompiler(const Tokenizer&, int64_t, int) { refuse(); }
+ConstraintCompiler::ConstraintCompiler(const Tokenizer&, int64_t) {}
 ConstraintCompiler::~ConstraintCompiler() = default;
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec&) { refuse(); }
+std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec&) { return nullptr; }
+void ConstraintCompiler::prepare() {}
 
 #endif
+
+std::string ConstraintCompiler::key_of(const ConstraintSpec& spec) {
+  std::string key = fmt::format("{} {} ", static_cast<int>(spec.kind), spec.text.size()) + spec.text;
+  if (spec.calls) key += fmt::format("{} {} ", static_cast<int>(spec.calls->notation), spec.calls->single) + spec.calls->tools;
+  return key;
+}
 
 }  // namespace beryl

@@ -84,22 +84,29 @@ class CompiledConstraint {
   const std::vector<std::string>& notes() const;
 
  private:
+  friend class ConstraintCompiler;
   std::unique_ptr<const Data> data_;
 };
 
 class ConstraintCompiler {
  public:
-  // model_vocab: ids from there on are never allowed. n_threads: for one compilation. The tokenizer outlives the compiler:
-  // what is made of it takes a second for a large vocabulary, so the first compilation makes it.
-  ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab, int n_threads);
+  // model_vocab: ids from there on are never allowed. The tokenizer outlives the compiler: what is made of it takes a
+  // quarter of a second for a large vocabulary, so the first compilation makes it.
+  ConstraintCompiler(const Tokenizer& tokenizer, int64_t model_vocab);
   ~ConstraintCompiler();
   ConstraintCompiler(const ConstraintCompiler&) = delete;
   ConstraintCompiler& operator=(const ConstraintCompiler&) = delete;
 
-  // Those that were used last are kept, within a bound of bytes; several at once are made one after the other. May be
-  // called by many threads at once. Throws Error(kBadInput): no such thing as the text says, or nothing satisfies it;
-  // Error(kUnsupported): it cannot be expressed, or would take too long.
+  // Makes what is made of the vocabulary, which the first compilation would else do. Throws nothing that matters: that tries again.
+  void prepare();
+  // Those that were used last are kept, within a bound of bytes. May be called by many threads at once. Throws
+  // Error(kBadInput): no such thing as the text says, or nothing satisfies it; Error(kUnsupported): it cannot be expressed, or
+  // its masks would take too long (of a grammar that is not looked at).
   std::shared_ptr<const CompiledConstraint> compile(const ConstraintSpec& spec);
+  // Of those that are kept; null: it is not there.
+  std::shared_ptr<const CompiledConstraint> find(const ConstraintSpec& spec);
+  // Equal for equal specs only.
+  static std::string key_of(const ConstraintSpec& spec);
 
  private:
   struct Impl;

@@ -19,6 +19,8 @@ constexpr int kMaxCountDepth = 2;
 constexpr int64_t kMaxCount = 100000;  // of one quantifier
 constexpr int64_t kMaxGroupCount = 100, kMaxWideCount = 10;   // likewise, of more than a class; those within each other multiplied
 constexpr int64_t kWideClass = 256;    // characters
+constexpr int64_t kMaxWide = 64;       // classes of more than that, each as often as groups repeat it
+constexpr int kMaxQuantifiers = 200;
 constexpr int64_t kMaxAtoms = 200000;  // characters and classes, each as often as it may be repeated
 constexpr size_t kMaxGrammarDepth = 200;
 constexpr uint32_t kLastCharacter = 0x10ffff;
@@ -135,6 +137,7 @@ class RegexReader {
     bool item_repeats = false, item_may_be_empty = false;
     std::string item_class;     // the item is one class: its characters that need no escape
     bool is_wide = false, item_is_wide = false;   // holds a class of many characters
+    int64_t n_wide = 0, item_n_wide = 0;          // how many
     int count_depth = 0, item_count_depth = 0;  // counts within each other
     int64_t count = 1, item_count = 1;          // the same, of more than a class, multiplied
   };
@@ -172,6 +175,7 @@ class RegexReader {
     group.item_class.clear();
     group.n_atoms += group.item_atoms;
     group.item_atoms = 0;
+    group.n_wide += std::exchange(group.item_n_wide, 0);
   }
   // The whole group, its last alternative ended.
   static std::string finished(Group& group) {
@@ -204,6 +208,7 @@ class RegexReader {
     if (text.empty()) unsupported(begin, "a class of no characters");
     atom(fmt::format("({})", text), 1, characters.size() > kWideClass);
     groups_.back().item_class = its_class;
+    groups_.back().item_n_wide = groups_.back().item_is_wide;
   }
 
   // Halves of pairs may be in it, no token can write them (constraint.cpp). The library is much faster with few ranges.
@@ -235,7 +240,9 @@ class RegexReader {
         const int64_t n = group.n_atoms;
         const bool may_be_empty = group.may_be_empty || group.is_all_empty, repeats = group.repeats;
         const bool is_wide = group.is_wide;
+        const int64_t n_wide = group.n_wide;
         atom(fmt::format("({})", finished(group)), n, is_wide, repeats, may_be_empty, group.count_depth, group.count);
+        groups_.back().item_n_wide = n_wide;
         return;
       }
       case '|': {
@@ -343,6 +350,10 @@ class RegexReader {
     if (const int64_t most = group.item_is_wide ? kMaxWideCount : kMaxGroupCount; counts_group && product > most)
       unsupported(begin, fmt::format("a count above {} of more than one class of characters{}", most, group.item_is_wide ? ", a large one among them," : ""));
     group.count = std::max(group.count, product);
+    group.n_wide += std::exchange(group.item_n_wide, 0) * (counts_group ? count : 1);
+    if (group.n_wide > kMaxWide)
+      unsupported(begin, fmt::format("more than {} classes of many characters, those that groups repeat counted as often,", kMaxWide));
+    if (++n_quantifiers_ > kMaxQuantifiers) unsupported(begin, fmt::format("more than {} repetitions", kMaxQuantifiers));
     append(group, fmt::format("{}{}", counts && !group.item_class.empty() ? group.item_class : group.item, text));
     group.is_wide = group.is_wide || group.item_is_wide;
     group.item.clear();
@@ -470,6 +481,7 @@ class RegexReader {
   const std::string_view regex_;
   const RegexPlace place_;
   size_t i_ = 0;
+  int n_quantifiers_ = 0;
   std::vector<Group> groups_;
 };
 

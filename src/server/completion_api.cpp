@@ -154,7 +154,10 @@ HttpResponse answer_stream(std::shared_ptr<Completion> completion, bool include_
                            {"text", piece.delta.content},
                            {"logprobs", logprobs_of(*completion, i, piece.tokens)},
                            {"finish_reason", reply.ended() ? finish_of(reply) : Json(nullptr)}}});
-      if (reply.ended()) event["timings"] = timings_of(reply.result());
+      if (reply.ended()) {
+        event["timings"] = timings_of(reply.result());
+        add_warnings(event, completion->generation);
+      }
       events += event_of(event);
     });
     if (more) return true;

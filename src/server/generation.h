@@ -10,6 +10,7 @@
 
 #include "engine/engine.h"
 #include "grammar/constraint.h"
+#include "server/form_compiler.h"
 #include "server/json_fields.h"
 #include "text/chat_writer.h"
 #include "text/reply_parser.h"
@@ -26,7 +27,7 @@ struct ServedModel {
   const ChatWriter* writer = nullptr;    // null: no chat format
   bool writes_tools = false;             // the writer's format has a form for tools
   CallNotation notation = CallNotation::kTagged;   // in which the model writes calls
-  ConstraintCompiler& constraints;
+  FormCompiler& forms;
   Engine& engine;
   std::vector<int32_t> suppressed_ids;   // never sampled
   int64_t vocab = 0;

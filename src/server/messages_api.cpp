@@ -255,8 +255,11 @@ HttpResponse answer_stream(std::shared_ptr<Message> message, int64_t n_prompt) {
     });
     if (more) return true;
     if (message->block != Message::Block::kNone) events += named_event("content_block_stop", {{"index", message->n_blocks - 1}});
-    events += named_event("message_delta", {{"delta", {{"stop_reason", stop_reason(reply)}, {"stop_sequence", stop_sequence(reply)}}},
-                                            {"usage", usage_of(reply)}});
+    Json last = {{"delta", {{"stop_reason", stop_reason(reply)}, {"stop_sequence", stop_sequence(reply)}}},
+                 {"usage", usage_of(reply)},
+                 {"timings", timings_of(reply.result())}};
+    add_warnings(last, message->generation);
+    events += named_event("message_delta", std::move(last));
     events += named_event("message_stop", Json::object());
     return false;
   };

@@ -98,7 +98,7 @@ std::string text_in(const std::string& answer) {
 
 class ServerTest : public testing::Test {
  protected:
-  ServerTest() : tokenizer_(letter_tokenizer()), constraints_(*tokenizer_, test::kTextVocab, 1), program_(test::text_program(100)) {
+  ServerTest() : tokenizer_(letter_tokenizer()), constraints_(*tokenizer_, test::kTextVocab), forms_(constraints_), program_(test::text_program(100)) {
     EngineLimits limits;
     limits.run.context = 512;
     limits.run.n_sequences = 6;
@@ -109,7 +109,7 @@ class ServerTest : public testing::Test {
     limits.always_draft = true;
     engine_ = std::make_unique<Engine>(program_, limits, backend_);
     model_ = std::make_unique<ServedModel>(ServedModel{
-        .id = "letters", .tokenizer = *tokenizer_, .constraints = constraints_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
+        .id = "letters", .tokenizer = *tokenizer_, .forms = forms_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
     api_ = std::make_unique<Api>(*model_, ApiOptions());
     server_ = std::make_unique<HttpServer>("127.0.0.1", 0, HttpLimits(), [this](HttpRequest& request) { return api_->answer(request); },
                                            [this] { return api_->too_large(); });
@@ -123,6 +123,7 @@ class ServerTest : public testing::Test {
 
   std::unique_ptr<Tokenizer> tokenizer_;
   ConstraintCompiler constraints_;
+  FormCompiler forms_;
   Program program_;
   test::TextBackend backend_;
   std::unique_ptr<Engine> engine_;
@@ -132,7 +133,7 @@ class ServerTest : public testing::Test {
 };
 
 TEST_F(ServerTest, EveryClientGetsItsOwnReply) {
-  constexpr int kClients = 12, kRequests = 25;
+  constexpr int kClients = 64, kRequests = 6;
   std::atomic<int> n_right = 0, n_left = 0, n_failed = 0;
   const auto client = [&](uint64_t seed) {
     RandomStream random(seed);

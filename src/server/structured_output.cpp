@@ -116,7 +116,7 @@ void bind_generation(const ServedModel& model, const ReplyForm& form, const Tool
   }
   if (spec.kind == Kind::kText && !spec.calls) return;
   try {
-    generation.content = model.constraints.compile(spec);
+    generation.content = model.forms.compile(spec);
     const std::vector<std::string>& notes = generation.content->notes();
     generation.warnings.insert(generation.warnings.end(), notes.begin(), notes.end());
   } catch (const Error& error) {

@@ -412,6 +412,7 @@ function readSettings() {
     if (tools && !Array.isArray(tools)) throw new Error('a list was expected');
   } catch (error) {
     find('settings-error').textContent = `Tools: ${error.message}`;
+    find('settings-error').scrollIntoView({ block: 'nearest' });
     return null;
   }
   return settings;

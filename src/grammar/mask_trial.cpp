@@ -1,0 +1,95 @@
+#ifdef BERYL_HAS_XGRAMMAR
+#include "grammar/mask_trial.h"
+
+#include <ctime>
+
+#include <algorithm>
+#include <limits>
+
+#include "base/rng.h"
+
+namespace beryl {
+namespace {
+
+constexpr size_t kTokens = 4096;          // that are tried, about
+constexpr int kReplies = 4, kSteps = 60;  // of each
+constexpr double kMostLongest = 28, kMostSum = 900;   // times the longest mask of the plain expression
+constexpr double kLeastSeconds = 25e-3;   // below this no mask is slow: vocabularies of bytes
+constexpr double kClear = 4;              // times the limit: that is no hiccup of the machine
+constexpr const char* kPlainGrammar = "root ::= [^,]* \",\" [^,]* \",\" [^,]* \",\"";
+
+double processor_seconds() {
+  timespec time = {};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// Characters' first tokens are their bytes: every text can be written.
+std::vector<std::string> some_of(const std::vector<std::string>& texts, const std::vector<int32_t>& kept) {
+  std::vector<std::string> some(texts.size());
+  const size_t every = std::max<size_t>(1, texts.size() / kTokens);
+  for (size_t id = 0; id < texts.size(); ++id)
+    if (texts[id].size() == 1 || id % every == 0) some[id] = texts[id];
+  for (const int32_t id : kept) some[static_cast<size_t>(id)] = texts[static_cast<size_t>(id)];
+  return some;
+}
+
+}  // namespace
+
+MaskTrial::MaskTrial(const std::vector<std::string>& texts, const std::vector<int32_t>& kept, const std::vector<int32_t>& stop_ids)
+    : stop_ids_(stop_ids), n_ids_(texts.size()) {
+  info_.emplace(some_of(texts, kept), xgrammar::VocabType::RAW, static_cast<int>(n_ids_), stop_ids);
+  const xgrammar::Grammar plain = xgrammar::Grammar::FromEBNF(kPlainGrammar);
+  constexpr double kAny = std::numeric_limits<double>::infinity();
+  time_of(plain, kAny, kAny);   // the first touch of memory and code
+  const double unit = time_of(plain, kAny, kAny).longest;
+  most_longest_ = std::max(kMostLongest * unit, kLeastSeconds);
+  most_sum_ = std::max(kMostSum * unit, kLeastSeconds * kMostSum / kMostLongest);
+}
+
+bool MaskTrial::is_quick(const xgrammar::Grammar& grammar) const {
+  const auto is_quick = [&](const Time& time) { return time.longest <= most_longest_ && time.sum <= most_sum_; };
+  const Time time = time_of(grammar, most_longest_, most_sum_);
+  if (is_quick(time) || time.longest > kClear * most_longest_) return is_quick(time);
+  return is_quick(time_of(grammar, most_longest_, most_sum_));
+}
+
+MaskTrial::Time MaskTrial::time_of(const xgrammar::Grammar& grammar, double most_longest, double most_sum) const {
+  Time time;
+  const xgrammar::CompiledGrammar compiled =
+      xgrammar::GrammarCompiler(*info_, 1, /*cache_enabled=*/false, -1, /*enable_dynamic_compilation=*/true).CompileGrammar(grammar);
+  std::vector<uint32_t> mask((n_ids_ + 31) / 32);
+  std::vector<int32_t> allowed;
+  uint64_t draw = 0;
+  for (int reply = 0; reply < kReplies; ++reply) {
+    xgrammar::GrammarMatcher matcher(compiled);
+    for (int step = 0; step < kSteps; ++step) {
+      const double begin = processor_seconds();
+      std::fill(mask.begin(), mask.end(), 0u);
+      auto words = static_cast<int64_t>(mask.size());
+      DLTensor tensor = {};
+      tensor.data = mask.data();
+      tensor.device = {kDLCPU, 0};
+      tensor.ndim = 1;
+      tensor.dtype = {kDLInt, 32, 1};
+      tensor.shape = &words;
+      matcher.FillNextTokenBitmask(&tensor);
+      // Beyond the last id the library leaves bits; a stop would end the reply.
+      if (n_ids_ % 32 != 0) mask.back() &= (1u << (n_ids_ % 32)) - 1;
+      for (const int32_t id : stop_ids_) mask[static_cast<size_t>(id) / 32] &= ~(1u << (id % 32));
+      allowed.clear();
+      for (size_t word = 0; word < mask.size(); ++word)
+        for (uint32_t bits = mask[word]; bits != 0; bits &= bits - 1) allowed.push_back(static_cast<int32_t>(32 * word) + __builtin_ctz(bits));
+      const bool goes_on = !allowed.empty() && matcher.AcceptToken(allowed[philox(1, draw++).x[0] % allowed.size()]);
+      const double seconds = processor_seconds() - begin;
+      time.longest = std::max(time.longest, seconds);
+      time.sum += seconds;
+      if (time.longest > most_longest || time.sum > most_sum) return time;
+      if (!goes_on) break;
+    }
+  }
+  return time;
+}
+
+}  // namespace beryl
+#endif

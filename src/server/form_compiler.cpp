@@ -1,0 +1,93 @@
+#include "server/form_compiler.h"
+
+#ifdef __linux__
+#include <sys/resource.h>
+#endif
+
+#include <system_error>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "server/api_error.h"
+
+namespace beryl::server {
+
+#ifdef __linux__
+// A tenth of the processor time of a thread of plain priority that wants the same processor.
+constexpr int kNice = 10;
+#endif
+
+FormCompiler::~FormCompiler() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+std::shared_ptr<const CompiledConstraint> FormCompiler::compile(const ConstraintSpec& spec) {
+  if (auto compiled = find_(spec)) return compiled;
+  const std::string key = ConstraintCompiler::key_of(spec);
+  std::unique_lock lock(mutex_);
+  require_worker();
+  std::shared_ptr<Job>& place = jobs_[key];
+  if (place == nullptr) {
+    if (waiting_.size() >= limits_.max_waiting) {
+      jobs_.erase(key);
+      throw ApiError(503, "too many other forms of replies are being compiled: try again later");
+    }
+    place = std::make_shared<Job>(Job{spec, false, nullptr, nullptr});
+    waiting_.push_back(place);
+    work_.notify_one();
+  }
+  const std::shared_ptr<Job> job = place;
+  if (!done_.wait_for(lock, limits_.patience, [&] { return job->done; }))
+    throw ApiError(503, fmt::format("the form of the reply is not compiled within {} seconds; that goes on, try again later",
+                                    std::chrono::duration_cast<std::chrono::seconds>(limits_.patience).count()));
+  if (job->error != nullptr) std::rethrow_exception(job->error);
+  return job->compiled;
+}
+
+void FormCompiler::require_worker() {
+  try {
+    while (static_cast<int>(threads_.size()) < limits_.n_workers) threads_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {
+    if (threads_.empty()) throw ApiError(503, "the system lets this server have no thread to compile the reply's form: try again later");
+  }
+}
+
+bool FormCompiler::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  return jobs_.empty();
+}
+
+void FormCompiler::work() {
+#ifdef __linux__
+  setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNice);   // on Linux: of this thread
+#endif
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+    if (stopping_) return;
+    const std::shared_ptr<Job> job = std::move(waiting_.front());
+    waiting_.pop_front();
+    lock.unlock();
+    std::shared_ptr<const CompiledConstraint> compiled;
+    std::exception_ptr error;
+    try {
+      compiled = compile_(job->spec);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    job->compiled = std::move(compiled);
+    job->error = error;
+    job->done = true;
+    jobs_.erase(ConstraintCompiler::key_of(job->spec));
+    done_.notify_all();
+  }
+}
+
+}  // namespace beryl::server
