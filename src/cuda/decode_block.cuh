@@ -121,7 +121,7 @@ __device__ __forceinline__ unsigned char* shared_afresh() {
   asm volatile("mov.u32 %0, _ZN5beryl4cuda13decode_sharedE;" : "=r"(address));
   return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
 }
-
+// Where products leave no registers.
 template <int kRows>
 __device__ __forceinline__ unsigned char* shared_now(unsigned char* shared) {
   if constexpr (kRows == 1) return afresh(shared);
