@@ -254,7 +254,7 @@ TEST_F(PlanTest, SharedMemoryIsEnoughForWhatIsCut) {
 }
 
 // What a form of x needs is not taken from the other: the shapes of Gemma 4 12B in FP4 with an FP8 head, on a large GPU. Else x of the
-// widest matrix is taken twice.
+// widest matrix is taken twice. One row has a ring of four slots, with little to spare: three are 2.5 % slower (docs/performance.md).
 TEST_F(PlanTest, AllUnitsOfABlockFitWhereXComesInChunks) {
   constexpr int kUnit = 15 * 4 * kTileRows;      // 15 warps, 4 chunks
   DecodeNeeds needs;
@@ -262,15 +262,15 @@ TEST_F(PlanTest, AllUnitsOfABlockFitWhereXComesInChunks) {
   needs.slot_bytes = 2 * 16896;
   needs.forms[0] = {true, 4 * x_chunk_bytes(1, x_group_bytes(0)), kUnit, 2 * kUnit};
   needs.forms[1] = {true, 0, 15 * kTileRows, 0};
-  needs.attention_bytes = 60000;
-  needs.attention_row_bytes = 2048;
-  needs.attention_slot_bytes = 16384;
+  needs.attention_bytes = attention_scratch_bytes(512, 16);
+  needs.attention_row_bytes = attention_row_bytes(512);
+  needs.attention_slot_bytes = attention_slot_bytes(512);
   needs.sum_groups = 30;
   needs.residual_cols = 3840;
   needs.holds_vectors = true;
   for (int rows = 1; rows <= kWholeStepRows; ++rows) {
     const DecodeCut cut = cut_decode(needs, rows, 227 * 1024);
-    EXPECT_GE(cut.n_slots, 3) << rows << " rows";
+    EXPECT_GE(cut.n_slots, rows == 1 ? 4 : 3) << rows << " rows";
     EXPECT_EQ(cut.slot_bytes, needs.slot_bytes) << rows << " rows";
     EXPECT_GE(cut.forms[0].partial_row_floats, 2 * kUnit) << rows << " rows";
   }
