@@ -39,6 +39,23 @@ __device__ __forceinline__ void fetch_ahead(const DecodeBlock& block, const Line
   commit_copies();
 }
 
+// A warp without a tile passes over the slots, in step with the others: each slot waits for all warps.
+__device__ __forceinline__ void pass_over_slots(const DecodeArgs& args, const DecodeBlock& block, const LinearPhase& p, const Multiply& m) {
+  const int n_stages = p.stream.n_stages - m.first_chunk * kChunkStages, stages_a_slot = stages_of_slot(args, p.stream);
+  const int stages = min(n_stages, m.n_chunks * kChunkStages), slots = stages_a_slot == 2 ? (stages + 1) / 2 : stages;
+  WarpPlace& place = block.small->places[block.warp];
+  RingPlace ring = {place.slot, place.parity};
+  for (int i = 0; i < m.n_units * slots; ++i) {
+    barrier_wait_suspended(&block.small->full[ring.slot], ring.parity);
+    __syncwarp();
+    if (block.lane == 0) barrier_arrive(&block.small->empty[ring.slot]);
+    ring.next(args.n_slots);
+  }
+  __syncwarp();
+  if (block.lane == 0) place.slot = ring.slot, place.parity = ring.parity;
+  __syncwarp();
+}
+
 // Everything of one phase but the copies, for one row. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
 // the time, 1 when (the first) x is ready, 2 when the products are.
 template <class Function, class Stamp>
@@ -101,20 +118,7 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
           multiply_format<1>(p.format, work.block, p, {count, chunk, at_once, buffer});
           return;
         }
-        const int n_stages = p.stream.n_stages - chunk * kChunkStages, stages_a_slot = stages_of_slot(args, p.stream);
-        // A warp without a tile passes over the slots, in step with the others: each slot waits for all warps.
-        const int stages = min(n_stages, at_once * kChunkStages), slots = stages_a_slot == 2 ? (stages + 1) / 2 : stages;
-        WarpPlace& place = work.block.small->places[work.block.warp];
-        RingPlace ring = {place.slot, place.parity};
-        for (int i = 0; i < count * slots; ++i) {
-          barrier_wait_suspended(&work.block.small->full[ring.slot], ring.parity);
-          __syncwarp();
-          if (work.block.lane == 0) barrier_arrive(&work.block.small->empty[ring.slot]);
-          ring.next(args.n_slots);
-        }
-        __syncwarp();
-        if (work.block.lane == 0) place.slot = ring.slot, place.parity = ring.parity;
-        __syncwarp();
+        pass_over_slots(args, work.block, p, {count, chunk, at_once, buffer});
       });
     }
     const DecodeBlock block(args, afresh(shared));
@@ -207,21 +211,7 @@ __device__ __forceinline__ void run_linear_rows(const DecodeArgs& args, LinearPh
         multiply_format<kRows>(p.format, work.block, p, Multiply::of(at, work.block.small->places[work.block.warp]));
         return;
       }
-      const int count = min(at.batch, at.n_units - at.unit);
-      const int n_stages = p.stream.n_stages - at.chunk * kChunkStages, stages_a_slot = stages_of_slot(args, p.stream);
-      // A warp without a tile passes over the slots, in step with the others: each slot waits for all warps.
-      const int stages = min(n_stages, at.at_once * kChunkStages), slots = stages_a_slot == 2 ? (stages + 1) / 2 : stages;
-      WarpPlace& place = work.block.small->places[work.block.warp];
-      RingPlace ring = {place.slot, place.parity};
-      for (int i = 0; i < count * slots; ++i) {
-        barrier_wait_suspended(&work.block.small->full[ring.slot], ring.parity);
-        __syncwarp();
-        if (work.block.lane == 0) barrier_arrive(&work.block.small->empty[ring.slot]);
-        ring.next(args.n_slots);
-      }
-      __syncwarp();
-      if (work.block.lane == 0) place.slot = ring.slot, place.parity = ring.parity;
-      __syncwarp();
+      pass_over_slots(args, work.block, p, Multiply::of(at, work.block.small->places[work.block.warp]));
     });
     at = place_now();
     at.chunk += at.at_once;
