@@ -49,8 +49,8 @@ struct AttentionScratch {
   static constexpr int kWeightBytes = kPageTokens * 2 + 16;   // a row of bf16, likewise
   static constexpr int kScoresAt = 0;                     // f32 [4 parts][16 heads][kScoreStride]
   static constexpr int kWeightsAt = kScoresAt + 4 * kUnitHeads * kScoreStride * 4;   // [2 · heads]
-  static constexpr int kStateAt = kWeightsAt + 2 * kUnitHeads * kWeightBytes;         // f32 [3][16]: factors, inverse sums, the weights' units
-  static constexpr int kNewScalesAt = kStateAt + 3 * kUnitHeads * 4;                  // f32 [8 rows][2]
+  static constexpr int kStateAt = kWeightsAt + 2 * kUnitHeads * kWeightBytes;         // f32 [2][16]: factors, and what sums are multiplied by
+  static constexpr int kNewScalesAt = kStateAt + 2 * kUnitHeads * 4;                  // f32 [8 rows][2]
   static constexpr int kQueriesAt = kNewScalesAt + kDecodeRows * 2 * 4;
   BERYL_HOST_DEVICE static constexpr int query_bytes(int head_dim) { return head_dim * 2 + 16; }
   BERYL_HOST_DEVICE static constexpr int query_rows(int heads) { return heads <= 4 ? 8 : (heads + 7) / 8 * 16; }
@@ -366,8 +366,8 @@ __device__ __forceinline__ uint2 load_common_pair(const float2* from) {
   return bits;
 }
 
-// A value as two numbers of 16 bits, the high part and what it leaves: bf16, or beside an FP8 cache, whose codes are f16 in one
-// instruction, f16.
+// A value as two numbers of 16 bits, the high part and what it leaves: bf16, or f16 of a query beside an FP8 cache, whose keys are f16 in
+// one instruction. Weights are bf16 always: they may be smaller than any f16.
 struct SplitValue {
   uint16_t high, low;
 };
@@ -436,9 +436,9 @@ inline constexpr TileKind kAnyTile = {0, false};
 template <bool kFp8, TileKind kKind = kAnyTile>
 struct AttentionStep {
   static constexpr int kElementBytes = kFp8 ? 1 : 2;
-  // Beside an FP8 cache weights have the values' scales in them. As f16 they are multiples of 2^-24: so they are divided by the largest scale
-  // so far (its power of two, the unit) and multiplied by two to this, which leaves steps of 2^-37 of the largest weight.
-  static constexpr int kWeightUnitLog = 13;
+  // Values of an FP8 cache are multiplied as small_of_e4m3 has them, and weights, which have the values' scales in them, by this: sums are
+  // right but for a factor of 2^8, and a value's scale may be up to 2^15.
+  static constexpr float kWeightUnit = kFp8 ? 0x1p112f : 1.0f, kSumUnit = kFp8 ? 0x1p8f : 1.0f;
   static constexpr bool kAny = kKind.dim == 0;
   const DecodeArgs& args;
   DecodeShared* small;
@@ -766,18 +766,6 @@ struct AttentionStep {
     // Of no live key at all the weights and the factor are 0.
     const float reference = raised == -INFINITY ? 0.0f : raised;
     const float factor = expf(largest - reference);
-    float* state = reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt) + head;
-    float sums_factor = factor, to_units = 1;
-    if constexpr (kFp8) {
-      // Powers of two, so by their exponents.
-      constexpr uint32_t kExponent = 0x7f800000u, kLeast = 67u << 23, kMost = 187u << 23;      // 2^-60, 2^60
-      const uint32_t largest_scale = __reduce_max_sync(kAllLanes, max(__float_as_uint(value_scales[0]), __float_as_uint(value_scales[1])));
-      const uint32_t before = largest == -INFINITY ? kLeast : __float_as_uint(state[2 * kUnitHeads]);
-      const uint32_t unit = max(min(largest_scale & kExponent, kMost), before);
-      sums_factor = __fmul_rn(factor, __uint_as_float(before - unit + (127u << 23)));
-      to_units = __uint_as_float(((127u + 127u + kWeightUnitLog) << 23) - unit);
-      if (lane == 0) state[2 * kUnitHeads] = __uint_as_float(unit);
-    }
     largest = raised;
     unsigned char* weights = scratch + AttentionScratch::kWeightsAt + head * 2 * AttentionScratch::kWeightBytes + lane * 2;
     float total = 0;
@@ -785,13 +773,13 @@ struct AttentionStep {
     for (int i = 0; i < 2; ++i) {
       float weight = expf(score[i] - reference);
       total = __fadd_rn(total, weight);
-      if constexpr (kFp8) weight = tile.live(lane + 32 * i) ? __fmul_rn(weight, __fmul_rn(value_scales[i], to_units)) : 0.0f;
-      const SplitValue pair = split_value<kFp8>(weight);
+      if constexpr (kFp8) weight = tile.live(lane + 32 * i) ? __fmul_rn(weight, __fmul_rn(value_scales[i], kWeightUnit)) : 0.0f;
+      const SplitValue pair = split_value<false>(weight);
       *reinterpret_cast<uint16_t*>(weights + 64 * i) = pair.high;
       *reinterpret_cast<uint16_t*>(weights + 64 * i + AttentionScratch::kWeightBytes) = pair.low;
     }
     sum = __fmaf_rn(sum, factor, total);
-    if (lane == 0) state[0] = sums_factor;
+    if (lane == 0) reinterpret_cast<float*>(scratch + AttentionScratch::kStateAt)[head] = factor;
   }
 
   __device__ __forceinline__ int first_column() const { return warp * 16 * row_tiles; }
@@ -830,10 +818,7 @@ struct AttentionStep {
 #pragma unroll
         for (int m = 0; m < 2; ++m)
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const uint32_t columns = __byte_perm(codes[2 * m + i], 0, 0x3120);   // two keys of one column, then of the other
-            a[m][2 * i] = halves_of_e4m3(columns), a[m][2 * i + 1] = halves_of_e4m3(columns >> 16);
-          }
+          for (int i = 0; i < 2; ++i) a[m][2 * i] = small_of_e4m3(codes[2 * m + i] << 8), a[m][2 * i + 1] = small_of_e4m3(codes[2 * m + i]);
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -843,7 +828,7 @@ struct AttentionStep {
           if (low != 0 && !is_wide) break;
 #pragma unroll
           for (int m = 0; m < 2; ++m)
-            if (m < row_tiles) mma_16bit<!kFp8>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2 * low], b[n][2 * low + 1]);
+            if (m < row_tiles) mma_16bit<true>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2 * low], b[n][2 * low + 1]);
         }
       }
     };
@@ -885,8 +870,7 @@ struct AttentionStep {
     const int64_t row_head = int64_t{u.row} * p.n_heads + u.first_head;
     const int first = third * (is_wide ? 2 : 1), column = first_column() + group * (kFp8 ? 2 : 1);
     // function(whether there is such a head; it, from `first` on; column; value). A product's NaN is never all ones.
-    float unit = 1;
-    if constexpr (kFp8) unit = __fmul_rn(reinterpret_cast<const float*>(scratch + AttentionScratch::kStateAt)[2 * kUnitHeads], 1.0f / (1 << kWeightUnitLog));
+    float unit = kSumUnit;
     asm volatile("" : "+f"(unit));
     const auto for_sums = [&](auto&& function) {
 #pragma unroll

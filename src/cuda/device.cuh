@@ -124,10 +124,12 @@ __device__ __forceinline__ uint8_t encode_e4m3(float value) {
 #endif
 }
 
-// Two E4M3 codes in the high bytes of two halves to two bf16: the bits of a code, moved down by four, are a bf16 number
-// 2^-120 times its value, subnormals included.
+// Two E4M3 codes in the high bytes of two halves to two bf16, 2^-120 times their values, subnormals included: the bits of a code,
+// moved down by four.
+__device__ __forceinline__ uint32_t small_of_e4m3(uint32_t high_bytes) { return (high_bytes & 0x80008000u) | (high_bytes >> 4 & 0x07f007f0u); }
+// Their values.
 __device__ __forceinline__ uint32_t widen_e4m3(uint32_t high_bytes) {
-  const uint32_t bits = (high_bytes & 0x80008000u) | ((high_bytes & 0x7f007f00u) >> 4);
+  const uint32_t bits = small_of_e4m3(high_bytes);
   const __nv_bfloat162 scale = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));   // 2^120
   __nv_bfloat162 value;
   memcpy(&value, &bits, sizeof(bits));

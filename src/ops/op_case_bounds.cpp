@@ -86,8 +86,7 @@ class Expecter {
         u_activation_(tolerance.activation_roundoff), u_cache_(tolerance.cache_roundoff),
         u_sum_(tolerance.accumulate_roundoff), fixed_point_(tolerance.operand_fixed_point), integer_step_(tolerance.integer_step),
         u_bf16_operand_(tolerance.bf16_operand_roundoff),
-        u_weight_(tolerance.weight_roundoff), u_prompt_(tolerance.prompt_roundoff), softmax_step_(tolerance.softmax_step),
-        exact_rows_(tolerance.exact_rows) {
+        u_weight_(tolerance.weight_roundoff), u_prompt_(tolerance.prompt_roundoff), exact_rows_(tolerance.exact_rows) {
     // Of gelu, silu and their kind, relative to the argument: a few roundings, and where activations are coarse a
     // hardware approximation that is still finer than they are.
     u_function_ = 8 * u_sum_ + u_activation_ / 2;
@@ -245,10 +244,6 @@ class Expecter {
         }
         const double factor = of_total.total() + (growth(n_live) + 4) * u_sum_;
         std::fill(sums.begin(), sums.end(), TermSums{});
-        double largest_value = 0;
-        for (size_t m = 0; softmax_step_ > 0 && m < scores.size(); ++m)
-          for (size_t c = 0; c < d; ++c) largest_value = std::max(largest_value, std::abs(static_cast<double>(values[m][c])));
-        const double of_steps = softmax_step_ / total * largest_value * static_cast<double>(scores.size());
         for (size_t m = 0; m < scores.size(); ++m) {
           const double relative = errors[m] + u_activation_ + u_operand + 4 * u_sum_;   // p may be rounded before it meets v
           for (size_t c = 0; c < d; ++c) sums[c].add(scores[m] * static_cast<double>(values[m][c]), relative);
@@ -257,7 +252,7 @@ class Expecter {
           const TermSums& s = sums[c];
           const double of_terms = std::min(s.errors, kDeviations * std::sqrt(s.error_squares));
           set(out, t, head * cache.head_dim + static_cast<int64_t>(c), s.value,
-              of_terms + of_steps + factor * std::abs(s.value) + summing(n_live, s.value, s.magnitude, s.squares));
+              of_terms + factor * std::abs(s.value) + summing(n_live, s.value, s.magnitude, s.squares));
         }
       }
     }
@@ -550,7 +545,7 @@ class Expecter {
   const StepInput& input_;
   const std::vector<std::vector<float>>& rows_;
   const CacheImage& cache_;
-  double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_bf16_operand_, u_weight_, u_prompt_, softmax_step_, u_function_;
+  double u_activation_, u_cache_, u_sum_, fixed_point_, integer_step_, u_bf16_operand_, u_weight_, u_prompt_, u_function_;
   int exact_rows_;
 };
 

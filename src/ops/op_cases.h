@@ -37,8 +37,6 @@ struct Tolerance {
   // the softmax's weights by prompt_roundoff.
   int exact_rows = INT_MAX;
   double prompt_roundoff = 0;
-  // Half a step of the softmax's weights in fixed point, relative to the largest weight times the largest value.
-  double softmax_step = 0;
 };
 
 // One sequence of a step: its tokens come in at positions context, context + 1, ...
