@@ -178,7 +178,7 @@ struct Problem {
     a.q = {q->data() + first * (cols + 128), cols + 128};
     a.out = {out->data() + first * cols, cols};
     a.token = {positions->data() + first, sequences->data() + first, table->data(), n_entries};
-    a.cache = {keys->data(), values->data(), nullptr, nullptr, CacheElement::kBf16, shape.n_kv_heads, shape.head_dim};
+    a.cache = {keys->data(), values->data(), nullptr, nullptr, nullptr, CacheElement::kBf16, shape.n_kv_heads, shape.head_dim, shape.head_dim};
     a.cache_rows = int64_t{n_pages} * shape.n_kv_heads * kPageTokens;
     a.n_heads = shape.n_heads, a.window = shape.window, a.scale = shape.scale;
     a.n_tokens = n_tokens - first;

@@ -9,7 +9,8 @@
 //   3. values     each warp owns the same slice of the output
 //
 // q and the weights are split into two bf16 each (high + low), so the products are as good as the cache's own values.
-// Keys outside a row's band are never read (zeros take their place), so what lies there does not matter.
+// Keys outside a row's band are never read (zeros take their place), so what lies there does not matter. Keys that are made from values
+// (index_math.h) are put together as they are copied: their turned columns, and the values' others, whose vector is in q.
 // Moves the live keys and values of the tile once. While one unit is computed the next one is in flight.
 #pragma once
 
@@ -77,6 +78,11 @@ __global__ void __launch_bounds__(AttentionTile<kDim, kFp8>::kThreads) attention
   const int tile_begin = args.first_token + static_cast<int>(blockIdx.z) * tile_tokens;
   const int tile_end = min(tile_begin + tile_tokens, args.first_token + args.n_tokens);
 
+  // Whether keys are made from values, whether this warp's columns then are.
+  const bool from_values = kDim == kFromValuesDim && args.cache.key_weight != nullptr;
+  const bool slice_from_values = from_values && !is_turned(warp * T::kSlice);
+  static_assert(kDim != kFromValuesDim || kTurnedPairs % T::kSlice == 0);
+
   for (int token_begin = tile_begin, token_end; token_begin < tile_end; token_begin = token_end) {
     const int sequence = args.token.sequences[token_begin];
     token_end = token_begin + 1;
@@ -109,7 +115,9 @@ __global__ void __launch_bounds__(AttentionTile<kDim, kFp8>::kThreads) attention
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           const float* at = q + step * 16 + right * 8;
-          const Bf16Pair a = split_bf16(live ? at[0] : 0.0f), b = split_bf16(live ? at[1] : 0.0f);
+          float2 weight = make_float2(1, 1);
+          if (slice_from_values) weight = *reinterpret_cast<const float2*>(args.cache.key_weight + warp * T::kSlice + lane % 4 * 2 + step * 16 + right * 8);
+          const Bf16Pair a = split_bf16(live ? __fmul_rn(at[0], weight.x) : 0.0f), b = split_bf16(live ? __fmul_rn(at[1], weight.y) : 0.0f);
           q_high[step][right * 2 + half] = pack_bf16(a.high, b.high);
           q_low[step][right * 2 + half] = pack_bf16(a.low, b.low);
         }
@@ -140,16 +148,21 @@ __global__ void __launch_bounds__(AttentionTile<kDim, kFp8>::kThreads) attention
       constexpr int kChunks = kFp8 ? kDim / 16 : kDim / 8;
       constexpr int kElementBytes = kFp8 ? 1 : 2;
       const int64_t page = table[table_entry(unit * T::kKeys, args.token.n_entries)];
-      const auto* from = static_cast<const uint8_t*>(is_values ? args.cache.values : args.cache.keys) +
-                         cache_offset(page, unit * T::kKeys % kPageTokens, kv_head, n_kv, kDim) * kElementBytes;
+      const int first_slot = unit * T::kKeys % kPageTokens;
+      const bool mixes = from_values && !is_values;
+      const auto* from = static_cast<const uint8_t*>(is_values || mixes ? args.cache.values : args.cache.keys) +
+                         cache_offset(page, first_slot, kv_head, n_kv, kDim) * kElementBytes;
+      const auto* turned = static_cast<const uint8_t*>(args.cache.keys) + cache_offset(page, first_slot, kv_head, n_kv, kTurnedColumns) * kElementBytes;
       const uint32_t to = base + static_cast<uint32_t>(kFp8 ? (is_values ? T::kValueStageAt : T::kKeyStageAt)
                                                             : (is_values ? T::kValuesAt : T::kKeysAt));
 #pragma unroll 4
       for (int i = threadIdx.x; i < T::kKeys * kChunks; i += T::kThreads) {
         const int row = i / kChunks, chunk = i % kChunks, position = unit * T::kKeys + row;
         const bool live = position >= band.begin && position < band.end;
-        copy16_async(to + (kFp8 ? static_cast<uint32_t>(i * 16) : tile_offset<kDim * 2>(row, chunk)), from + i * 16,
-                     live ? 16 : 0);
+        const uint8_t* source = from + i * 16;
+        if (const int column = chunk * 16 / kElementBytes; mixes && is_turned(column))
+          source = turned + (row * kTurnedColumns + turned_column(column)) * kElementBytes;
+        copy16_async(to + (kFp8 ? static_cast<uint32_t>(i * 16) : tile_offset<kDim * 2>(row, chunk)), source, live ? 16 : 0);
       }
       if constexpr (kFp8) {
         // The softmax needs both kinds of scales, so they come with the keys. Those of rows outside the band are read
@@ -230,10 +243,15 @@ __global__ void __launch_bounds__(AttentionTile<kDim, kFp8>::kThreads) attention
 #pragma unroll
       for (int k = 0; k < T::kRowKeys; ++k) {
         const int key = soft_part * T::kRowKeys + k, position = unit * T::kKeys + key;
-        float product = 0;
+        float product = 0, of_values = 0;
 #pragma unroll
-        for (int w = 0; w < T::kWarps; ++w) product += scores[(w * T::kRows + soft_row) * T::kScoreStride + key];
+        for (int w = 0; w < T::kWarps; ++w) {
+          const float part = scores[(w * T::kRows + soft_row) * T::kScoreStride + key];
+          if (kFp8 && from_values && !is_turned(w * T::kSlice)) of_values += part;
+          else product += part;
+        }
         if constexpr (kFp8) product *= scales[(unit & 1) * 2 * T::kKeys + key];
+        if (kFp8 && from_values) product = __fmaf_rn(of_values, scales[((unit & 1) * 2 + 1) * T::kKeys + key], product);
         live[k] = position >= soft_band.begin && position < soft_band.end;
         score[k] = live[k] ? attention_score(product, args.scale, args.softcap) : -INFINITY;
         largest = fmaxf(largest, score[k]);

@@ -143,7 +143,7 @@ void CudaExecutor::set_history(int sequence, std::span<const int32_t> prompt, st
 
 void CudaExecutor::run(OpRange range) {
   check(cudaSetDevice(device_.device), "choosing the GPU");
-  close_page();
+  close_pages();
   const size_t end = std::min(range.end, program_.ops.size()), begin = std::min(range.begin, end);
   bucket_position_ = bucket_position(last_position_);
   if (begin == 0 && end == program_.ops.size() && n_tokens_ <= kGraphRows && n_copies_ == 0)
@@ -277,99 +277,132 @@ int CudaExecutor::cache_element_bytes() const {
   return 0;
 }
 
-void CudaExecutor::copy_page(cudaMemcpyKind direction) {
-  const auto index = static_cast<size_t>(window_.cache);
-  const bool keys = window_.part == CachePart::kKeys;
+void CudaExecutor::copy_page(CachePart part, cudaMemcpyKind direction) {
+  const bool keys = part == CachePart::kKeys;
+  PageWindow& window = windows_[keys ? 0 : 1];
+  const auto index = static_cast<size_t>(window.cache);
   const CacheDecl& decl = program_.caches[index];
   const auto copy = [&](void* host, void* device, size_t bytes) {
     const bool reads = direction == cudaMemcpyDeviceToHost;
     check(cudaMemcpyAsync(reads ? host : device, reads ? device : host, bytes, direction, stream_.get()), "copying a page");
   };
-  copy(window_.values.data(),
+  copy(window.values.data(),
        buffers_.as<std::byte>(keys ? layout_.keys[index] : layout_.values[index],
-                              cache_offset(window_.page, 0, 0, decl.n_kv_heads, decl.head_dim) * cache_element_bytes()),
-       window_.values.size());
+                              cache_offset(window.page, 0, 0, decl.n_kv_heads, window.cols) * cache_element_bytes()),
+       window.values.size());
   if (layout_.cache_element == CacheElement::kFp8)
-    copy(window_.scales.data(),
+    copy(window.scales.data(),
          buffers_.as<float>(keys ? layout_.key_scales[index] : layout_.value_scales[index],
-                            cache_scale_offset(window_.page, 0, 0, decl.n_kv_heads) * 4),
-         window_.scales.size() * 4);
+                            cache_scale_offset(window.page, 0, 0, decl.n_kv_heads) * 4),
+         window.scales.size() * 4);
   synchronize();
 }
 
-void CudaExecutor::open_page(int cache, CachePart part, int page) {
-  if (window_.cache == cache && window_.part == part && window_.page == page) return;
+CudaExecutor::PageWindow& CudaExecutor::open_page(int cache, CachePart part, int page) {
+  PageWindow& window = windows_[part == CachePart::kKeys ? 0 : 1];
+  if (window.cache == cache && window.page == page) return window;
   check(cudaSetDevice(device_.device), "choosing the GPU");
-  close_page();
+  if (window.dirty) copy_page(part, cudaMemcpyHostToDevice);
   const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
   const auto rows = static_cast<size_t>(decl.n_kv_heads) * kPageTokens;
-  window_.cache = cache;
-  window_.part = part;
-  window_.page = page;
-  window_.values.resize(rows * static_cast<size_t>(decl.head_dim) * static_cast<size_t>(cache_element_bytes()));
-  window_.scales.assign(rows, 1.0f);
-  copy_page(cudaMemcpyDeviceToHost);
+  window.cache = cache;
+  window.page = page;
+  window.dirty = false;
+  window.cols = part == CachePart::kKeys ? layout_.key_cols[static_cast<size_t>(cache)] : decl.head_dim;
+  window.values.resize(rows * static_cast<size_t>(window.cols) * static_cast<size_t>(cache_element_bytes()));
+  window.scales.assign(rows, 1.0f);
+  copy_page(part, cudaMemcpyDeviceToHost);
+  return window;
 }
 
-void CudaExecutor::close_page() {
-  if (window_.dirty) copy_page(cudaMemcpyHostToDevice);
-  window_.dirty = false;
-  window_.cache = -1;
+void CudaExecutor::close_pages() {
+  for (CachePart part : {CachePart::kKeys, CachePart::kValues}) {
+    PageWindow& window = windows_[part == CachePart::kKeys ? 0 : 1];
+    if (window.dirty) copy_page(part, cudaMemcpyHostToDevice);
+    window.dirty = false;
+    window.cache = -1;
+  }
 }
 
-void CudaExecutor::read_cache(int cache, CachePart part, int page, int row, float* out) {
-  open_page(cache, part, page);
-  const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
-  for (int head = 0; head < decl.n_kv_heads; ++head) {
-    const auto from = static_cast<size_t>(cache_offset(0, row, head, decl.n_kv_heads, decl.head_dim));
-    const float scale = window_.scales[static_cast<size_t>(cache_scale_offset(0, row, head, decl.n_kv_heads))];
-    for (size_t i = from; i < from + static_cast<size_t>(decl.head_dim); ++i, ++out) {
-      if (layout_.cache_element == CacheElement::kF32) {
-        std::memcpy(out, window_.values.data() + i * 4, 4);
-      } else if (layout_.cache_element == CacheElement::kBf16) {
-        uint16_t bits;
-        std::memcpy(&bits, window_.values.data() + i * 2, 2);
-        *out = bf16_to_f32(bits);
-      } else {
-        *out = e4m3_to_f32(static_cast<uint8_t>(window_.values[i])) * scale;
-      }
+void CudaExecutor::PageWindow::read(CacheElement element, int head, int row, float* out) const {
+  const auto at = static_cast<size_t>(head * kPageTokens + row);
+  const auto n = static_cast<size_t>(cols);
+  for (size_t i = at * n; i < at * n + n; ++i, ++out) {
+    if (element == CacheElement::kF32) {
+      std::memcpy(out, values.data() + i * 4, 4);
+    } else if (element == CacheElement::kBf16) {
+      uint16_t bits;
+      std::memcpy(&bits, values.data() + i * 2, 2);
+      *out = bf16_to_f32(bits);
+    } else {
+      *out = e4m3_to_f32(static_cast<uint8_t>(values[i])) * scales[at];
     }
   }
 }
 
-void CudaExecutor::write_cache(int cache, CachePart part, int page, int row, const float* values) {
-  open_page(cache, part, page);
-  window_.dirty = true;
+void CudaExecutor::PageWindow::write(CacheElement element, int head, int row, const float* from) {
+  const auto at = static_cast<size_t>(head * kPageTokens + row);
+  const auto n = static_cast<size_t>(cols);
+  float scale = 1;
+  if (element == CacheElement::kFp8) {
+    float largest = 0;
+    bool nan = false;
+    for (size_t d = 0; d < n; ++d) {
+      largest = std::max(largest, std::abs(from[d]));
+      nan = nan || std::isnan(from[d]);
+    }
+    scale = nan ? std::numeric_limits<float>::quiet_NaN() : largest == 0 ? 1.0f : largest / 448.0f;
+    scales[at] = scale;
+  }
+  for (size_t d = 0; d < n; ++d) {
+    const size_t i = at * n + d;
+    if (element == CacheElement::kF32) {
+      std::memcpy(values.data() + i * 4, from + d, 4);
+    } else if (element == CacheElement::kBf16) {
+      const uint16_t bits = f32_to_bf16(from[d]);
+      std::memcpy(values.data() + i * 2, &bits, 2);
+    } else {
+      values[i] = static_cast<std::byte>(f32_to_e4m3(from[d] / scale));
+    }
+  }
+  dirty = true;
+}
+
+void CudaExecutor::read_cache(int cache, CachePart part, int page, int row, float* out) {
   const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+  const VectorRef weight = layout_.key_weights[static_cast<size_t>(cache)];
+  const PageWindow& window = open_page(cache, part, page);
+  if (part == CachePart::kValues || !weight.present()) {
+    for (int head = 0; head < decl.n_kv_heads; ++head, out += decl.head_dim) window.read(layout_.cache_element, head, row, out);
+    return;
+  }
+  // Keys from values (index_math.h).
+  const PageWindow& values = open_page(cache, CachePart::kValues, page);
+  const std::vector<float>& factors = program_.vector(weight).values;
+  float turned[kTurnedColumns];
+  for (int head = 0; head < decl.n_kv_heads; ++head, out += decl.head_dim) {
+    values.read(layout_.cache_element, head, row, out);
+    window.read(layout_.cache_element, head, row, turned);
+    for (int column = 0; column < decl.head_dim; ++column)
+      out[column] = is_turned(column) ? turned[turned_column(column)] : out[column] * factors[static_cast<size_t>(column)];
+  }
+}
+
+// Of keys that are made from values, only the columns that rope turns: the others are the values' matter.
+void CudaExecutor::write_cache(int cache, CachePart part, int page, int row, const float* values) {
+  const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+  const bool only_turned = part == CachePart::kKeys && layout_.key_weights[static_cast<size_t>(cache)].present();
+  PageWindow& window = open_page(cache, part, page);
   for (int head = 0; head < decl.n_kv_heads; ++head, values += decl.head_dim) {
-    const auto to = static_cast<size_t>(cache_offset(0, row, head, decl.n_kv_heads, decl.head_dim));
-    float scale = 1;
-    if (layout_.cache_element == CacheElement::kFp8) {
-      float largest = 0;
-      bool nan = false;
-      for (int d = 0; d < decl.head_dim; ++d) {
-        largest = std::max(largest, std::abs(values[d]));
-        nan = nan || std::isnan(values[d]);
-      }
-      scale = nan ? std::numeric_limits<float>::quiet_NaN() : largest == 0 ? 1.0f : largest / 448.0f;
-      window_.scales[static_cast<size_t>(cache_scale_offset(0, row, head, decl.n_kv_heads))] = scale;
-    }
-    for (int d = 0; d < decl.head_dim; ++d) {
-      const size_t i = to + static_cast<size_t>(d);
-      if (layout_.cache_element == CacheElement::kF32) {
-        std::memcpy(window_.values.data() + i * 4, values + d, 4);
-      } else if (layout_.cache_element == CacheElement::kBf16) {
-        const uint16_t bits = f32_to_bf16(values[d]);
-        std::memcpy(window_.values.data() + i * 2, &bits, 2);
-      } else {
-        window_.values[i] = static_cast<std::byte>(f32_to_e4m3(values[d] / scale));
-      }
-    }
+    float turned[kTurnedColumns];
+    for (int column = 0; only_turned && column < decl.head_dim; ++column)
+      if (is_turned(column)) turned[turned_column(column)] = values[column];
+    window.write(layout_.cache_element, head, row, only_turned ? turned : values);
   }
 }
 
 std::vector<std::string> CudaExecutor::damaged_guards() {
-  close_page();
+  close_pages();
   synchronize();
   return buffers_.damaged();
 }

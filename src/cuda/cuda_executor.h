@@ -45,19 +45,22 @@ class CudaExecutor final : public Executor {
     uint64_t last_use = 0;
   };
 
-  // A page of one cache in host memory, for tools and tests that read and write row after row.
+  // A page of one cache's keys or values in host memory, for tools and tests that read and write row after row.
   struct PageWindow {
     int cache = -1;
-    CachePart part = CachePart::kKeys;
     int page = -1;
     bool dirty = false;
-    std::vector<std::byte> values;    // [n_kv_heads][kPageTokens][head_dim]
+    int cols = 0;                     // of a row
+    std::vector<std::byte> values;    // [n_kv_heads][kPageTokens][cols]
     std::vector<float> scales;        // [n_kv_heads][kPageTokens]
+    // Of one head's row, decoded; what is written may be rounded.
+    void read(CacheElement element, int head, int row, float* out) const;
+    void write(CacheElement element, int head, int row, const float* from);
   };
-  void open_page(int cache, CachePart part, int page);
-  // Writes the window back if it was changed, and forgets it.
-  void close_page();
-  void copy_page(cudaMemcpyKind direction);
+  PageWindow& open_page(int cache, CachePart part, int page);
+  // Writes the windows back if they were changed, and forgets them.
+  void close_pages();
+  void copy_page(CachePart part, cudaMemcpyKind direction);
 
   void execute(const Embed& op);
   void execute(const Linear& op);
@@ -146,7 +149,7 @@ class CudaExecutor final : public Executor {
   int n_decode_lists_ = 0;
   bool takes_times_ = false;          // the decode kernel writes its timeline
 
-  PageWindow window_;
+  PageWindow windows_[2];            // of keys, of values
   std::vector<CachedGraph> graphs_;
   uint64_t uses_ = 0;
 };

@@ -8,7 +8,8 @@
 //   finish   a warp a head: norm and rope of q, two numbers of 16 bits each (high, low), to shared memory. Keys and values of tokens
 //            that are new in this launch are not in the cache yet: the unit makes them itself where it needs them, and
 //            the unit that owns a token's newest page writes them to the cache
-//   scores   keys times q: warp (box, part of head_dim) multiplies 16 keys
+//   scores   keys times q: warp (box, part of head_dim) multiplies 16 keys. Where keys are made from values (index_math.h) the first part
+//            is what rope turns, the others are columns of the values, and the vector is in q
 //   softmax  a warp a head: adds the parts, keeps the running maximum and sum; weights to two such numbers
 //   values   values times weights: a warp owns 16 (32 of wide heads) columns of head_dim
 //   store    the sums
@@ -105,18 +106,19 @@ __device__ __forceinline__ bool next_unit(const DecodeBlock& block, const Attent
   return false;
 }
 
-// How a tile lies in the ring: pieces of 16, 32 or 64 rows, a slot each; first all of the keys, then the values (boxes: index_math.h).
-// Of an FP8 cache all scales of the tile are at the end of the slot where its values begin.
+// How the keys or the values of a tile lie in the ring: pieces of 16, 32 or 64 rows, a slot each; first all of the keys, then the values
+// (boxes: index_math.h). Of an FP8 cache all scales of the tile are at the end of the slot where its values begin.
 struct TileCut {
   static constexpr int kScaleBytes = 2 * kPageTokens * 4;
   int row_shift;                    // bytes of a row: 1 << row_shift
   int piece_shift;                  // rows of a piece
-  __device__ __forceinline__ TileCut(const CacheView& cache, int slot_bytes) {
-    const int row_bytes = cache.element == CacheElement::kFp8 ? cache.head_dim : 2 * cache.head_dim;
-    row_shift = 31 - __clz(row_bytes);
-    if (cache.element == CacheElement::kFp8) slot_bytes -= kScaleBytes;
-    piece_shift = min(31 - __clz(slot_bytes) - row_shift, 6);
+  __device__ __forceinline__ TileCut(const CacheView& cache, int cols, int slot_bytes) {
+    const bool is_fp8 = cache.element == CacheElement::kFp8;
+    row_shift = 31 - __clz(is_fp8 ? cols : 2 * cols);
+    piece_shift = min(31 - __clz(is_fp8 ? slot_bytes - kScaleBytes : slot_bytes) - row_shift, 6);
   }
+  __device__ __forceinline__ static TileCut of_keys(const CacheView& cache, int slot_bytes) { return {cache, cache.key_cols, slot_bytes}; }
+  __device__ __forceinline__ static TileCut of_values(const CacheView& cache, int slot_bytes) { return {cache, cache.head_dim, slot_bytes}; }
 };
 
 // A tile of a task (AttentionTask::tiles).
@@ -176,7 +178,7 @@ __device__ __forceinline__ void write_task(const DecodeBlock& block, const Atten
   }
   const uint32_t new_rows = __ballot_sync(kAllLanes, makes);
   if (block.lane == 0) {
-    const TileCut cut(p.cache, block.args.slot_bytes);
+    const TileCut keys = TileCut::of_keys(p.cache, block.args.slot_bytes), values = TileCut::of_values(p.cache, block.args.slot_bytes);
     task.row = u.row;
     task.kv_head = u.kv_head;
     task.first_head = u.first_head;
@@ -186,8 +188,8 @@ __device__ __forceinline__ void write_task(const DecodeBlock& block, const Atten
     task.n_tiles = n_tiles;
     task.new_rows = new_rows;
     task.append_row = p.appends && u.first_tile_of_heads && (new_rows >> u.row & 1u) != 0 ? first_row(last_page) + position % kPageTokens : -1;
-    task.row_shift = cut.row_shift;
-    task.piece_shift = cut.piece_shift;
+    task.row_shift[0] = keys.row_shift, task.row_shift[1] = values.row_shift;
+    task.piece_shift[0] = keys.piece_shift, task.piece_shift[1] = values.piece_shift;
     task.begins = first == 0;
     task.ends = first + n_tiles == n_unit_tiles;
     task.pools[0] = static_cast<const uint8_t*>(p.cache.keys);
@@ -222,12 +224,23 @@ __device__ __forceinline__ void find_task(const DecodeBlock& block, const Attent
   __syncwarp();
 }
 
-// Piece i of a task to a slot of the ring, by all copiers: whole boxes by the copy engine, where there is one, others 16 bytes at a time,
-// with zeros for slots that hold no live key. Boxes without one are left out.
-__device__ __forceinline__ void copy_piece(const DecodeBlock& block, const AttentionTask& task, int i, int slot_of_ring, int copier) {
-  const int piece_shift = task.piece_shift, row_shift = task.row_shift;
-  const TaskTile tile(task.tiles[i >> (7 - piece_shift)]);
-  const int part = i >> (6 - piece_shift) & 1, first_row = i << piece_shift & (kPageTokens - 1), n_rows = 1 << piece_shift;
+// What is copied next of a task: a piece of a tile's keys (part 0) or values (1).
+struct TaskPiece {
+  int tile = 0, part = 0, piece = 0;
+  __device__ __forceinline__ void next(const AttentionTask& task) {
+    if (++piece << task.piece_shift[part] < kPageTokens) return;
+    piece = 0;
+    tile += part;
+    part ^= 1;
+  }
+};
+
+// To a slot of the ring, by all copiers: whole boxes by the copy engine, where there is one, others 16 bytes at a time, with zeros for slots
+// that hold no live key. Boxes without one are left out.
+__device__ __forceinline__ void copy_piece(const DecodeBlock& block, const AttentionTask& task, const TaskPiece& at, int slot_of_ring, int copier) {
+  const int part = at.part, piece_shift = task.piece_shift[part], row_shift = task.row_shift[part];
+  const TaskTile tile(task.tiles[at.tile]);
+  const int first_row = at.piece << piece_shift, n_rows = 1 << piece_shift;
   const uint32_t to = shared_address(block.ring) + static_cast<uint32_t>(slot_of_ring * block.args.slot_bytes);
   uint64_t* full = &block.small->full[slot_of_ring];
   if (part != 0 && first_row == 0 && task.scales[0] != nullptr) {
@@ -319,17 +332,16 @@ __device__ __forceinline__ void copy_attention(const DecodeArgs& args, unsigned 
         filled = small->handed.filled;
         has_turn = true;
       }
-      int n_pieces;
-      {
-        const AttentionTask& task = now().small->tasks[n_tasks & 1];
-        more = task.more;
-        n_pieces = 2 * task.n_tiles << (6 - task.piece_shift);
-      }
+      more = now().small->tasks[n_tasks & 1].more;
+      TaskPiece piece;
 #pragma unroll 1
-      for (int i = 0; i < n_pieces; ++i) {
+      for (;;) {
         const DecodeBlock block = now();
+        const AttentionTask& task = block.small->tasks[n_tasks & 1];
+        if (piece.tile >= task.n_tiles) break;
         if (filled) barrier_wait_suspended(&block.small->empty[ring.slot], ring.parity ^ 1);
-        copy_piece(block, block.small->tasks[n_tasks & 1], i, ring.slot, copier);
+        copy_piece(block, task, piece, ring.slot, copier);
+        piece.next(task);
         ring.next(args.n_slots);
         if (ring.slot == 0) filled = true;
       }
@@ -359,6 +371,11 @@ __device__ __forceinline__ void store_common_words(float* at, uint4 bits) {
 // Without a branch: behind one that lanes take differently each store would look up again what it needs.
 __device__ __forceinline__ void store_common_word_if(bool condition, float* to, uint32_t bits) {
   asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.relaxed.gpu.global.b32 [%0], %1;}" ::"l"(to), "r"(bits), "r"(condition ? 1 : 0) : "memory");
+}
+__device__ __forceinline__ void store_common_pair_if(bool condition, float* to, uint32_t first, uint32_t second) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};}" ::"l"(to), "r"(first), "r"(second),
+               "r"(condition ? 1 : 0)
+               : "memory");
 }
 __device__ __forceinline__ uint2 load_common_pair(const float2* from) {
   uint2 bits;
@@ -404,10 +421,10 @@ struct AttentionPlace {
 // ---- what few tiles need ----
 // Functions, so that all others need not jump over their code: behind a jump instructions come late.
 
-// New keys or values, at `codes` in the scratch, of the rows in `held` go into their slots, where these are among n_slots from first_slot on,
-// which lie at `at`: n_bytes from first_byte on. Each warp does this for what it reads.
+// New keys or values, at `codes` in the scratch (two rows of 1 << from_shift bytes each), of the rows in `held` go into their slots, where
+// these are among n_slots from first_slot on, which lie at `at`: n_bytes from first_byte on. Each warp does this for what it reads.
 __device__ __noinline__ void put_new(uint32_t small_at, uint32_t codes, uint32_t held, uint32_t at, int first_slot, int n_slots, int first_byte,
-                                     int n_bytes, int row_shift) {
+                                     int n_bytes, int from_shift, int row_shift) {
   const DecodeShared* small = shared_object<const DecodeShared>(small_at);
   const int lane = thread_afresh() % 32;
 #pragma unroll 1
@@ -415,7 +432,7 @@ __device__ __noinline__ void put_new(uint32_t small_at, uint32_t codes, uint32_t
     const int row = __ffs(static_cast<int>(held)) - 1;
     const int local = small->positions[row] % kPageTokens - first_slot, byte = first_byte + lane * 16;
     if (local >= 0 && local < n_slots && lane * 16 < n_bytes) {
-      const uint4 from = *shared_object<const uint4>(codes + static_cast<uint32_t>((row * 2 << row_shift) + byte));
+      const uint4 from = *shared_object<const uint4>(codes + static_cast<uint32_t>((row * 2 << from_shift) + byte));
       const uint32_t to = at + static_cast<uint32_t>((local / kBoxRows * kBoxRows << row_shift) + box_offset(local % kBoxRows, byte, row_shift));
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(swizzled(to)), "r"(from.x), "r"(from.y), "r"(from.z), "r"(from.w) : "memory");
     }
@@ -452,22 +469,27 @@ struct AttentionStep {
   int group, third;                 // lane / 4, lane % 4
   int parts;                        // warps that share a key's columns
   int row_tiles;                    // of 16 columns of the output, of a warp
-  int row_shift, piece_shift;       // of the task
+  int row_shift, piece_shift;       // of the task's values
 
   __device__ __forceinline__ AttentionStep(const AttentionPlace& at, RingPlace& place, uint32_t n_tasks)
       : args(*shared_object<const DecodeArgs>(at.args)), small(shared_object<DecodeShared>(at.small)), scratch(shared_object<unsigned char>(at.scratch)),
         ring_at(at.ring), warp(thread_afresh() / 32), lane(thread_afresh() % 32), p(*shared_object<const AttentionPhase>(at.phase)),
         u(small->tasks[n_tasks & 1]), ring(place), dim(kAny ? p.cache.head_dim : kKind.dim), group(lane / 4), third(lane % 4),
-        parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), row_shift(kAny ? u.row_shift : own_row_shift()),
-        piece_shift(kAny ? u.piece_shift : own_piece_shift()) {}
+        parts(dim >= 128 ? 4 : 2), row_tiles(dim > 16 * kMatvecWarps ? 2 : 1), row_shift(kAny ? u.row_shift[1] : own_row_shift()),
+        piece_shift(kAny ? u.piece_shift[1] : own_piece_shift()) {}
 
   // Of a kind's tiles, where slots of the ring have 32 KB or more, but less than 64 (fits).
   __device__ __forceinline__ static constexpr int own_row_shift() { return (kKind.dim == 512 ? 9 : 8) + (kFp8 ? 0 : 1); }
   __device__ __forceinline__ static constexpr int own_piece_shift() { return own_row_shift() > 9 ? 15 - own_row_shift() : 6; }
   // Whether this code is for the phase.
   __device__ __forceinline__ static bool fits(const DecodeArgs& args, const AttentionPhase& p) {
-    return p.cache.head_dim == kKind.dim && (p.heads_of_kv > 4) == kKind.wide && TileCut(p.cache, args.slot_bytes).piece_shift == own_piece_shift();
+    return p.cache.head_dim == kKind.dim && (p.heads_of_kv > 4) == kKind.wide &&
+           TileCut::of_values(p.cache, args.slot_bytes).piece_shift == own_piece_shift();
   }
+  // Keys from values: whether they are, and how the keys' own columns lie, of which a slot has 16 KB.
+  __device__ __forceinline__ bool from_values() const { return (kAny ? dim : kKind.dim) == kFromValuesDim && p.cache.key_weight != nullptr; }
+  __device__ __forceinline__ int key_row_shift() const { return kAny ? u.row_shift[0] : from_values() ? (kFp8 ? 7 : 8) : own_row_shift(); }
+  __device__ __forceinline__ int key_piece_shift() const { return kAny ? u.piece_shift[0] : from_values() ? 6 : own_piece_shift(); }
 
   __device__ __forceinline__ uint32_t flag_of(int row) const { return small->flags >> row & 1u; }
 
@@ -590,7 +612,14 @@ struct AttentionStep {
       const float* weight = is_query ? p.q_weight : is_values ? p.v_weight : p.k_weight;
       const float eps = is_query ? p.q_eps : is_values ? p.v_eps : p.k_eps;
       const float* rope = is_query ? (p.finish ? p.q_rope : nullptr) : is_values ? nullptr : p.k_rope;
-      Head weights, turns;
+      // Keys from values: what queries are multiplied by, and how many pairs of a key are kept.
+      const bool from_values = kHalf * 2 == kFromValuesDim && p.cache.key_weight != nullptr;
+      const int stored = from_values && !is_query && !is_values ? kTurnedPairs : half;
+      Head weights, turns, key_weights;
+      if constexpr (kHalf * 2 == kFromValuesDim) {
+        if (from_values && is_query) load_halves<true>(key_weights, half, lane, p.cache.key_weight);
+        else fill_head(key_weights, 1);
+      }
       if (norms && weight != nullptr) load_halves<true>(weights, half, lane, weight);
       else fill_head(weights, 1);
       if (rope != nullptr) load_halves<true>(turns, half, lane, rope + row * dim);
@@ -598,25 +627,30 @@ struct AttentionStep {
       load_head(head, half, is_query ? p.q : p.kv, row, col);
       if (norms) norm_head(head, half, weights, eps);
       if (rope != nullptr) turn_head(head, half, turns);
+      if constexpr (kHalf * 2 == kFromValuesDim)
+        for_pairs(half, [&](int i) {
+          if (i < 4 && lane * 4 < kTurnedPairs) return;
+          head.first[i] = __fmul_rn(head.first[i], key_weights.first[i]), head.second[i] = __fmul_rn(head.second[i], key_weights.second[i]);
+        });
       if (task == first_task) DecodeBlock::barrier();     // the scratch changes hands
       // function(column, four values from there on)
       const auto for_columns = [&](auto&& function) {
 #pragma unroll
         for (int g = 0; g < kHeadGroups; ++g) {
           const int pair = first_pair(g, lane);
-          if (pair >= half) continue;
+          if (pair >= stored) continue;
           function(pair, head.first + 4 * g);
-          function(half + pair, head.second + 4 * g);
+          function(stored + pair, head.second + 4 * g);
         }
       };
       if (is_query) {
         for_columns([&](int to_col, const float* v) { put_query(task, to_col, v); });
         continue;
       }
-      const float scale = kFp8 ? cache_scale(head, half) : 1.0f;
+      const float scale = kFp8 ? cache_scale(head, stored) : 1.0f;
       const bool appends = row == u.row && u.append_row >= 0;
       const int64_t to_row = appends ? u.append_row : 0;
-      uint8_t* to = static_cast<uint8_t*>(is_values ? p.cache.values : p.cache.keys) + to_row * dim * kElementBytes;
+      uint8_t* to = static_cast<uint8_t*>(is_values ? p.cache.values : p.cache.keys) + to_row * 2 * stored * kElementBytes;
       for_columns([&](int to_col, const float* v) {
         const uint2 codes = encode(v, scale);
         put_codes(new_codes(row, is_values), to_col, codes);
@@ -648,31 +682,40 @@ struct AttentionStep {
 
   // Keys are the rows of a, heads the columns of b. A warp has the keys of a box, and some of their columns.
   __device__ __forceinline__ void score(const TaskTile& tile) const {
-    const int box = warp % 4, part = warp / 4, n_pieces = kPageTokens >> piece_shift;
-    const bool works = part < parts && !tile.empty(box);
-    const int own_piece = box * kBoxRows >> piece_shift;
+    const int box = warp % 4, part = warp / 4, n_pieces = kPageTokens >> key_piece_shift();
+    const bool works = part < parts && !tile.empty(box), reads_values = from_values() && part != 0;
+    // Where its keys are in the ring: keys of their own are handed on here, values by weigh().
+    const int shift = reads_values ? row_shift : key_row_shift(), own_pieces = reads_values ? piece_shift : key_piece_shift();
+    const int own_piece = box * kBoxRows >> own_pieces;
     const auto skip = [&](int n) {
 #pragma unroll 1
       for (; n > 0; --n) await(), release();
     };
-    skip(own_piece);
-    await();
+    skip(reads_values ? n_pieces : own_piece);
+    RingPlace place = ring;
+    for (int n = reads_values ? own_piece : 0; n > 0; --n) place.next(args.n_slots);
+    barrier_wait_suspended(&small->full[place.slot], place.parity);
     if (works) {
-      const int part_bits = parts == 4 ? 2 : 1, first_col = part * dim >> part_bits, n_steps = dim >> part_bits >> 5;
-      const int first_byte = first_col * kElementBytes;
-      const uint32_t box_at = slot_address(ring) + static_cast<uint32_t>((box * kBoxRows & ((1 << piece_shift) - 1)) << row_shift);
+      // Its columns are two slabs of 64 (one of 64 or 32 in narrower heads): neighbours in the row, but for some values.
+      const int part_bits = parts == 4 ? 2 : 1, n_steps = dim >> part_bits >> 5;
+      const int first_slab = reads_values ? (5 * part - 3) / 2 : from_values() ? 0 : part * dim >> part_bits >> 6, apart = reads_values && part == 2 ? 2 : 1;
+      const int first_byte = reads_values || from_values() ? first_slab * 64 * kElementBytes : (part * dim >> part_bits) * kElementBytes;
+      const uint32_t box_at = slot_address(place) + static_cast<uint32_t>((box * kBoxRows & ((1 << own_pieces) - 1)) << shift);
       if (tile.held != 0)
-        put_new(shared_address(small), new_codes_at(false), tile.held, box_at, box * kBoxRows, kBoxRows, first_byte, dim * kElementBytes >> part_bits,
-                row_shift);
+        put_new(shared_address(small), new_codes_at(reads_values), tile.held, box_at, box * kBoxRows, kBoxRows, first_byte,
+                reads_values ? (apart + 1) * 64 * kElementBytes : dim * kElementBytes >> part_bits, row_shift, shift);
       // Of 4 steps of 32 columns. What is set under a condition only would take registers from all that runs before.
-      const uint32_t at = swizzled(box_at + static_cast<uint32_t>(box_offset(lane % 16, first_byte + lane / 16 * 16, row_shift)));
+      const uint32_t first_at = swizzled(box_at + static_cast<uint32_t>(box_offset(lane % 16, first_byte + lane / 16 * 16, shift)));
+      const int line = kFp8 ? (first_slab + apart) / 2 - first_slab / 2 : apart;       // of 128 bytes, from the first slab's to the second's
+      const uint32_t second_at = (first_at + static_cast<uint32_t>(line * kBoxRows * 128)) ^ (kFp8 ? apart % 2 * 64u : 0u);
       uint32_t a[4][2][4] = {};
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         if (step >= n_steps) break;
+        const uint32_t at = step < 2 ? first_at : second_at;
         if constexpr (kFp8) {
           uint32_t codes[4];
-          load_matrices(codes, at ^ static_cast<uint32_t>(step * 32));
+          load_matrices(codes, at ^ static_cast<uint32_t>(step % 2 * 32));
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             a[step][i][0] = halves_of_e4m3(codes[2 * i]), a[step][i][1] = halves_of_e4m3(codes[2 * i + 1]);
@@ -681,13 +724,16 @@ struct AttentionStep {
         } else {
 #pragma unroll
           for (int i = 0; i < 2; ++i)
-            load_matrices(a[step][i], (at ^ static_cast<uint32_t>(step % 2 * 64 + i * 32)) + static_cast<uint32_t>(step / 2 * kBoxRows * 128));
+            load_matrices(a[step][i], at ^ static_cast<uint32_t>(step % 2 * 64 + i * 32));
         }
       }
+      // Queries have their columns in order: of what is turned the second slab is in the other half of the head.
+      const int first_query = from_values() ? first_slab * 128 : (part * dim >> part_bits) * 2;
+      const uint32_t second_query = static_cast<uint32_t>(from_values() && !reads_values ? kFromValuesDim / 2 * 2 : apart * 128);
       const uint32_t row_bytes = static_cast<uint32_t>(AttentionScratch::query_bytes(dim));
       const bool is_wide = wide();
       uint32_t queries = shared_address(scratch + AttentionScratch::kQueriesAt) + static_cast<uint32_t>(lane % 8 * (is_wide ? 2 : 1)) * row_bytes +
-                         static_cast<uint32_t>((first_col + lane / 8 * 8) * 2);
+                         static_cast<uint32_t>(first_query + lane / 8 * 16);
       float* to = reinterpret_cast<float*>(scratch + AttentionScratch::kScoresAt) +
                   (part * kUnitHeads + third * (is_wide ? 2 : 1)) * AttentionScratch::kScoreStride + box * kBoxRows + group;
       float d[2][4] = {};
@@ -702,7 +748,8 @@ struct AttentionStep {
             if (first >= n_steps) break;
             uint32_t b[2][4];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) load_matrices(b[i], queries + static_cast<uint32_t>(min(first + i, n_steps - 1) * 64));
+            for (int i = 0; i < 2; ++i)
+              load_matrices(b[i], queries + (first != 0 ? second_query : 0u) + static_cast<uint32_t>(min(i, n_steps - 1) * 64));
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
               if (first + step >= n_steps) break;
@@ -726,6 +773,7 @@ struct AttentionStep {
         to += 8 * AttentionScratch::kScoreStride;
       }
     }
+    if (reads_values) return;
     release();
     skip(n_pieces - 1 - own_piece);
   }
@@ -735,12 +783,13 @@ struct AttentionStep {
     const int head = warp;
     if (head >= u.n_heads) return;
     const float* scores = reinterpret_cast<const float*>(scratch + AttentionScratch::kScoresAt) + head * AttentionScratch::kScoreStride + lane;
-    float score[2], value_scales[2] = {1, 1};
+    float score[2], others[2], value_scales[2] = {1, 1};      // of the first part, of the other parts
     constexpr int kPart = kUnitHeads * AttentionScratch::kScoreStride;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      score[i] = __fadd_rn(scores[32 * i], scores[kPart + 32 * i]);
-      if (parts == 4) score[i] = __fadd_rn(__fadd_rn(score[i], scores[2 * kPart + 32 * i]), scores[3 * kPart + 32 * i]);
+      score[i] = scores[32 * i];
+      others[i] = scores[kPart + 32 * i];
+      if (parts == 4) others[i] = __fadd_rn(__fadd_rn(others[i], scores[2 * kPart + 32 * i]), scores[3 * kPart + 32 * i]);
     }
     if constexpr (kFp8) {
       await();                       // they come with the values
@@ -754,7 +803,10 @@ struct AttentionStep {
           if (slot == lane + 32 * i) key_scales[i] = new_scale(row, false), value_scales[i] = new_scale(row, true);
       });
 #pragma unroll
-      for (int i = 0; i < 2; ++i) score[i] = __fmul_rn(score[i], key_scales[i]);
+      for (int i = 0; i < 2; ++i) score[i] = __fmaf_rn(others[i], from_values() ? value_scales[i] : key_scales[i], __fmul_rn(score[i], key_scales[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) score[i] = __fadd_rn(score[i], others[i]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) score[i] *= p.scale;
@@ -841,7 +893,7 @@ struct AttentionStep {
       uint32_t at = slot_address(ring);
       if (tile.held != 0 && works)
         put_new(shared_address(small), new_codes_at(true), tile.held, at, box * kBoxRows, n_boxes * kBoxRows, first_byte, 16 * row_tiles * kElementBytes,
-                row_shift);
+                row_shift, row_shift);
       at = swizzled(at + lane_at);
       const uint32_t boxes = works ? static_cast<uint32_t>(tile.boxes) >> box & ((1u << n_boxes) - 1) : 0;
       if (boxes != 0) {
@@ -866,10 +918,14 @@ struct AttentionStep {
   // Where the unit is all of the token, sums over the heads' weights; else the unit's sums, and last its state, for the merge.
   __device__ __forceinline__ void store(const float (&sums)[2][2][4], float largest, float sum) const {
     const bool is_wide = wide(), works = !kAny || first_column() < dim;
-    constexpr int kApart = kFp8 ? 1 : 8;         // a lane's two columns
+    constexpr int kApart = kFp8 ? 1 : 8;         // a lane's two columns: neighbours are stored together, for half of a sector costs as much as all
+    const auto store_two = [](bool live, float* to, uint32_t a, uint32_t b) {
+      if constexpr (kFp8) store_common_pair_if(live, to, a, b);
+      else store_common_word_if(live, to, a), store_common_word_if(live, to + kApart, b);
+    };
     const int64_t row_head = int64_t{u.row} * p.n_heads + u.first_head;
     const int first = third * (is_wide ? 2 : 1), column = first_column() + group * (kFp8 ? 2 : 1);
-    // function(whether there is such a head; it, from `first` on; column; value). A product's NaN is never all ones.
+    // function(whether there is such a head; it, from `first` on; column; its value and the one kApart on). A product's NaN is never all ones.
     float unit = kSumUnit;
     asm volatile("" : "+f"(unit));
     const auto for_sums = [&](auto&& function) {
@@ -882,10 +938,10 @@ struct AttentionStep {
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
             if (m >= row_tiles) break;
+            float v[2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-              function(live, 8 * n + odd, m * 16 + i * kApart,
-                       __fmul_rn(is_wide ? sums[m][n][2 * i + odd] : __fadd_rn(sums[m][n][2 * i], sums[m][n][2 * i + 1]), unit));
+            for (int i = 0; i < 2; ++i) v[i] = __fmul_rn(is_wide ? sums[m][n][2 * i + odd] : __fadd_rn(sums[m][n][2 * i], sums[m][n][2 * i + 1]), unit);
+            function(live, 8 * n + odd, m * 16, v[0], v[1]);
           }
         }
         if (n + 1 >= head_tiles()) break;
@@ -894,7 +950,9 @@ struct AttentionStep {
     if (u.n_units != 1) {
       float* to = p.partial_sums + ((row_head + first) * kMaxDecodeUnits + u.unit) * dim + column;
       if (works)
-        for_sums([&](bool live, int head, int col, float v) { store_common_word_if(live, to + head * kMaxDecodeUnits * dim + col, __float_as_uint(v)); });
+        for_sums([&](bool live, int head, int col, float a, float b) {
+          store_two(live, to + head * kMaxDecodeUnits * dim + col, __float_as_uint(a), __float_as_uint(b));
+        });
       if (warp < u.n_heads) {
         sum = lane_sum(sum);
         // As many states as the merge has readers: one that nobody takes would wait for a layer with wider heads.
@@ -910,8 +968,9 @@ struct AttentionStep {
     float* to = p.out.values + u.row * int64_t{p.out.stride} + (u.first_head + first) * dim + column;
     const uint32_t flag = p.out.exchange ? flag_of(u.row) : 0u;
     if (works)
-      for_sums([&](bool live, int head, int col, float v) {
-        store_common_word_if(live, to + head * dim + col, round_result(__fmul_rn(v, inverses[first + head])) | flag);
+      for_sums([&](bool live, int head, int col, float a, float b) {
+        const float inverse = inverses[first + head];
+        store_two(live, to + head * dim + col, round_result(__fmul_rn(a, inverse)) | flag, round_result(__fmul_rn(b, inverse)) | flag);
       });
   }
 };

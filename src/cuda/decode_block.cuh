@@ -53,8 +53,8 @@ struct alignas(16) AttentionTask {
   int n_tiles;                      // 0: nothing to do
   uint32_t new_rows;                // rows of this launch whose keys and values the unit makes itself
   int append_row;                   // of the pools, where those of the unit's own token go; -1: not by this unit
-  int row_shift;                    // bytes of a row: 1 << row_shift
-  int piece_shift;                  // rows of a slot of the ring: 1 << piece_shift
+  int row_shift[2];                 // bytes of a row of keys, of values: 1 << row_shift
+  int piece_shift[2];               // rows of a slot of the ring: 1 << piece_shift
   bool begins, ends;                // these are the unit's first, its last tiles
   bool more;                        // another task follows in this phase
   const uint8_t* pools[2];          // keys, values

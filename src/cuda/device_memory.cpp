@@ -131,6 +131,15 @@ class LayoutBuilder {
     layout_.vectors = add(MemoryKind::kWeights, "norms and scales", floats * 4);
   }
 
+  // Where the kernels can make them.
+  std::optional<KeysFromValues> keys_of(const CacheDecl& cache) const {
+    if (cache.head_dim != kFromValuesDim || layout_.cache_element == CacheElement::kF32) return std::nullopt;
+    std::optional<KeysFromValues> keys = keys_from_values(program_, static_cast<int>(&cache - program_.caches.data()));
+    for (int column = 0; keys && column < kFromValuesDim; ++column)
+      if (keys->is_turned[static_cast<size_t>(column)] != is_turned(column)) return std::nullopt;
+    return keys;
+  }
+
   void lay_caches() {
     switch (limits_.cache_type) {
       case CacheType::kDefault:
@@ -144,7 +153,10 @@ class LayoutBuilder {
                                                                            : 1;
     for (const CacheDecl& cache : program_.caches) {
       const int64_t rows = int64_t{limits_.n_pages[static_cast<size_t>(cache.group)]} * kPageTokens * cache.n_kv_heads;
-      layout_.keys.push_back(add(MemoryKind::kCache, cache.name + " K", rows * cache.head_dim * element));
+      const std::optional<KeysFromValues> from_values = keys_of(cache);
+      layout_.key_cols.push_back(from_values ? kTurnedColumns : cache.head_dim);
+      layout_.key_weights.push_back(from_values ? from_values->weight : VectorRef{});
+      layout_.keys.push_back(add(MemoryKind::kCache, cache.name + " K", rows * layout_.key_cols.back() * element));
       layout_.values.push_back(add(MemoryKind::kCache, cache.name + " V", rows * cache.head_dim * element));
       const bool scaled = layout_.cache_element == CacheElement::kFp8;
       layout_.key_scales.push_back(scaled ? add(MemoryKind::kCache, cache.name + " K scales", rows * 4) : -1);
@@ -250,7 +262,8 @@ class LayoutBuilder {
         if (layout_.cache_element == CacheElement::kFp8 && device_.prefill_products && limits_.max_tokens > kSplitTokens &&
             has_prefill_heads(cache.head_dim)) {
           const int64_t n_pages = limits_.n_pages[static_cast<size_t>(cache.group)];
-          grow(widened, widened_bytes(n_pages * cache.n_kv_heads * kPageTokens, cache.head_dim));
+          grow(widened, widened_bytes(n_pages * cache.n_kv_heads * kPageTokens, cache.head_dim,
+                                      layout_.key_cols[static_cast<size_t>(attention->cache)]));
         }
       } else if (std::holds_alternative<Sample>(op)) {
         samples = true;

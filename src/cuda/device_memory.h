@@ -55,6 +55,8 @@ struct MemoryLayout {
   std::vector<int64_t> vector_offsets;          // in floats
 
   std::vector<int> keys, values, key_scales, value_scales;
+  std::vector<int> key_cols;                    // of a cache's rows of keys
+  std::vector<VectorRef> key_weights;           // CacheView::key_weight
   std::vector<int> rows;
   std::vector<int> frequencies, ropes;
   std::vector<int> tables;

@@ -70,8 +70,9 @@ CacheView CudaExecutor::cache_view(int cache) const {
   const auto index = static_cast<size_t>(cache);
   return {buffers_.as<std::byte>(layout_.keys[index]),   buffers_.as<std::byte>(layout_.values[index]),
           buffers_.as<float>(layout_.key_scales[index]), buffers_.as<float>(layout_.value_scales[index]),
-          layout_.cache_element,                         program_.caches[index].n_kv_heads,
-          program_.caches[index].head_dim};
+          vector(layout_.key_weights[index]),            layout_.cache_element,
+          program_.caches[index].n_kv_heads,             program_.caches[index].head_dim,
+          layout_.key_cols[index]};
 }
 
 TokenView CudaExecutor::token_view(int cache) const {
@@ -379,7 +380,7 @@ void CudaExecutor::execute(const CopyPages&) {
       launch_copy_pages(context_, {input<int32_t>(layout_.copies_at), static_cast<int>(n_copies_), cache.group,
                                    buffers_.as<uint4>(buffer), page_bytes});
     };
-    copy(layout_.keys[i], page_rows * cache.head_dim * cache_element_bytes());
+    copy(layout_.keys[i], page_rows * layout_.key_cols[i] * cache_element_bytes());
     copy(layout_.values[i], page_rows * cache.head_dim * cache_element_bytes());
     copy(layout_.key_scales[i], page_rows * 4);
     copy(layout_.value_scales[i], page_rows * 4);

@@ -80,6 +80,15 @@ BERYL_HOST_DEVICE inline int64_t cache_scale_offset(int64_t page, int row, int h
   return (page * n_kv_heads + head) * kPageTokens + row;
 }
 
+// ---- keys from values ----
+//
+// Where keys are values times a vector but for what rope turns (program.h: KeysFromValues), a key row holds only the turned columns, and the
+// vector goes into the queries. So it is for Gemma 4's heads of 512, of which pairs 0 to 63 are turned: columns 0 to 63 and 256 to 319.
+inline constexpr int kFromValuesDim = 512, kTurnedPairs = 64, kTurnedColumns = 2 * kTurnedPairs;
+BERYL_HOST_DEVICE constexpr bool is_turned(int column) { return column % (kFromValuesDim / 2) < kTurnedPairs; }
+// Of a turned column: where its key row has it.
+BERYL_HOST_DEVICE constexpr int turned_column(int column) { return column / (kFromValuesDim / 2) * kTurnedPairs + column % (kFromValuesDim / 2); }
+
 // ---- decoding: how the keys of one token are shared out (decode_attention.cuh) ----
 //
 // A unit is what one block multiplies at a time for one token and KV head, in tiles of a page: 64 slots, slot i holding a

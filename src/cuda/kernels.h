@@ -157,13 +157,16 @@ void launch_expert_combine(const LaunchContext& context, const ExpertCombineArgs
 enum class CacheElement : uint8_t { kF32, kBf16, kFp8 };
 
 struct CacheView {
-  void* keys;                       // [n_pages][n_kv_heads][kPageTokens][head_dim]
-  void* values;
+  void* keys;                       // [n_pages][n_kv_heads][kPageTokens][key_cols]
+  void* values;                     // [n_pages][n_kv_heads][kPageTokens][head_dim]
   float* key_scales;                // kFp8: [n_pages][n_kv_heads][kPageTokens]
   float* value_scales;
+  // Not null: keys are these times values but for the columns that key rows have (index_math.h: keys from values). [head_dim]
+  const float* key_weight;
   CacheElement element;
   int n_kv_heads;
   int head_dim;
+  int key_cols;                     // head_dim, or kTurnedColumns
 };
 
 struct TokenView {

@@ -28,14 +28,14 @@ bool is_multiple(RowsView rows, int floats) {
 // head, keys or values, at a time; of the pages that some row reads, and of those only positions that are live.
 struct WidenArgs {
   AttentionArgs attention;
-  uint16_t* out;  // [keys, values][cache_rows][head_dim]
+  uint16_t *keys, *values;  // [cache_rows][key_cols], [cache_rows][head_dim]
 };
 constexpr int kWidenThreads = 256;
 __global__ void __launch_bounds__(kWidenThreads) widen_cache_kernel(WidenArgs args) {
 #if BERYL_WGMMA
   grid_wait();
   const AttentionArgs& a = args.attention;
-  const int lane = static_cast<int>(threadIdx.x) % 32, n_kv = a.cache.n_kv_heads, pieces = a.cache.head_dim / 16;
+  const int lane = static_cast<int>(threadIdx.x) % 32, n_kv = a.cache.n_kv_heads;
   const int n_warps = static_cast<int>(gridDim.x * blockDim.x) / 32;
   int item = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
 #pragma unroll 1
@@ -49,10 +49,10 @@ __global__ void __launch_bounds__(kWidenThreads) widen_cache_kernel(WidenArgs ar
       const int unit = segment.unit_begin + item / (2 * n_kv), head = item / 2 % n_kv, is_value = item % 2;
       const int64_t first_row =
           (int64_t{table[table_entry(unit * kPageTokens, a.token.n_entries)]} * n_kv + head) * kPageTokens;
-      const auto* codes =
-          static_cast<const uint8_t*>(is_value ? a.cache.values : a.cache.keys) + first_row * a.cache.head_dim;
+      const int cols = is_value ? a.cache.head_dim : a.cache.key_cols, pieces = cols / 16;
+      const auto* codes = static_cast<const uint8_t*>(is_value ? a.cache.values : a.cache.keys) + first_row * cols;
       const float* scales = (is_value ? a.cache.value_scales : a.cache.key_scales) + first_row;
-      uint16_t* out = args.out + (is_value * a.cache_rows + first_row) * a.cache.head_dim;
+      uint16_t* out = (is_value ? args.values : args.keys) + first_row * cols;
 #pragma unroll 4
       for (int i = lane; i < kPageTokens * pieces; i += 32) {
         const int row = i / pieces, position = unit * kPageTokens + row;
@@ -92,18 +92,26 @@ void launch_prefill_attention(const LaunchContext& context, const AttentionArgs&
   check(cudaGetDevice(&device), "Attention");
   check(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device), "Attention");
   if (cache.element == CacheElement::kFp8) {
+    auto* keys = static_cast<uint16_t*>(scratch);
+    uint16_t* values = keys + args.cache_rows * cache.key_cols;
     launch(context,
            {.grid = static_cast<unsigned>(4 * n_sms), .block = kWidenThreads, .name = "Attention, widening the cache"},
-           widen_cache_kernel, WidenArgs{args, static_cast<uint16_t*>(scratch)});
-    cache.keys = scratch;
-    cache.values = static_cast<uint16_t*>(scratch) + args.cache_rows * cache.head_dim;
+           widen_cache_kernel, WidenArgs{args, keys, values});
+    cache.keys = keys;
+    cache.values = values;
   }
   const int64_t rows = int64_t{args.n_tokens} * (args.n_heads / cache.n_kv_heads);
   const int n_groups = ceil_div(rows, kAttendedRows) * cache.n_kv_heads <= n_sms ? 1 : 2;
   const PrefillAttentionKernel kernel =
       cache.head_dim == 512 ? wide_attention() : narrow_attention(cache.head_dim, n_groups);
   PrefillAttentionArgs attention = {};
-  attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.key_box);
+  if (cache.key_weight == nullptr) {
+    attention.keys = map_of(cache.keys, args.cache_rows, cache.head_dim, kernel.key_box);
+  } else {
+    attention.keys = map_of(cache.keys, args.cache_rows, cache.key_cols, {kernel.key_box[0], 1});
+    attention.others = map_of(cache.values, args.cache_rows, cache.head_dim, {kernel.key_box[0], kernel.key_box[1] - 1});
+    attention.key_weight = cache.key_weight;
+  }
   attention.values = map_of(cache.values, args.cache_rows, cache.head_dim, kernel.value_box);
   attention.q = args.q;
   attention.out = args.out;

@@ -33,6 +33,10 @@ namespace beryl::cuda {
 
 struct PrefillAttentionArgs {
   CUtensorMap keys, values;  // [head_dim / 64][rows of the pool][64] bf16, in boxes as kernels copy at a time
+  // Keys from values (index_math.h): `keys` has the turned columns, one slab a half of the head, `others` the values in
+  // boxes of the slabs behind them.
+  CUtensorMap others;
+  const float* key_weight;   // CacheView::key_weight
   RowsView q, out;           // [n_tokens][n_heads][head_dim]
   TokenView token;
   int n_tokens, n_heads, n_kv_heads;
@@ -61,6 +65,7 @@ struct WideAttentionShape {
   static constexpr int kSlabs = kDim / kSlabColumns;
   static constexpr int kHeldSlabs = 6;                 // of q in registers, the others in shared memory
   static constexpr int kOwnSlabs = kSlabs / kCluster;  // of a tile, that a block copies to both
+  static_assert(kDim == kFromValuesDim && kTurnedPairs == kSlabColumns && kOwnSlabs * kSlabColumns == kDim / 2);
   static constexpr int kSlabBytes = kAttendedKeys * kSlabRowBytes;
   static constexpr int kKeySlots = 2, kKeyBytes = kOwnSlabs * kSlabBytes;  // what one block copies
   static constexpr int kValueKeys = 32, kValueSlots = 4;                   // keys whose values are a slot
@@ -304,6 +309,13 @@ __device__ __forceinline__ void store_row(float* out, const float (&sums)[kTiles
     *reinterpret_cast<float2*>(out + n * 8) = make_float2(sums[n][2 * half] * factor, sums[n][2 * half + 1] * factor);
 }
 
+// What a query is multiplied by where keys are made from values. column: of 64 from which all are turned or none.
+template <class Vector>
+__device__ __forceinline__ Vector query_weight(const PrefillAttentionArgs& a, int column, Vector one) {
+  if (a.key_weight == nullptr || is_turned(column)) return one;
+  return __ldg(reinterpret_cast<const Vector*>(a.key_weight + column));
+}
+
 // Columns [kFirst, kDim) of q of a group's rows as bf16, in slabs of 64 columns; by its 128 threads.
 template <int kDim, int kFirst>
 __device__ __forceinline__ void load_queries(const PrefillAttentionArgs& a, unsigned char* to, int row_begin,
@@ -314,7 +326,11 @@ __device__ __forceinline__ void load_queries(const PrefillAttentionArgs& a, unsi
     const int row = i / kPieces, piece = i % kPieces, token = min((row_begin + row) / heads, a.n_tokens - 1);
     const auto* q = reinterpret_cast<const float4*>(
         a.q.values + token * a.q.stride + (kv_head * heads + (row_begin + row) % heads) * kDim + kFirst + piece * 8);
-    const float4 low = __ldcg(q), high = __ldcg(q + 1);
+    float4 low = __ldcg(q), high = __ldcg(q + 1);
+    if constexpr (kDim == kFromValuesDim) {
+      const float4 one = make_float4(1, 1, 1, 1);
+      low = times(low, query_weight(a, kFirst + piece * 8, one)), high = times(high, query_weight(a, kFirst + piece * 8 + 4, one));
+    }
     *reinterpret_cast<uint4*>(to + piece / 8 * (kAttendedRows * kSlabRowBytes) + row * kSlabRowBytes +
                               (piece % 8 ^ row % 8) * 16) =
         make_uint4(pair_of_bf16(low.x, low.y), pair_of_bf16(low.z, low.w), pair_of_bf16(high.x, high.y),
@@ -590,9 +606,14 @@ class WideAttention {
         if (threadIdx.x % 32 == 0) {
           expect_bytes(full + slot.index, kOfKeys ? Shape::kKeyBytes : Shape::kValueBytes);
           if constexpr (kOfKeys) {
-            if (cursor.piece == of.rank)
-              copy_box<kCluster>(of.keys_of(slot.index), of.a.keys, cursor.row, of.rank * Shape::kOwnSlabs,
+            if (cursor.piece == of.rank) {
+              const bool from_values = of.a.key_weight != nullptr;
+              copy_box<kCluster>(of.keys_of(slot.index), of.a.keys, cursor.row, from_values ? of.rank : of.rank * Shape::kOwnSlabs,
                                  full + slot.index);
+              if (from_values)
+                copy_box<kCluster>(of.keys_of(slot.index) + Shape::kSlabBytes, of.a.others, cursor.row,
+                                   of.rank * Shape::kOwnSlabs + 1, full + slot.index);
+            }
           } else {
             copy_box<kCluster>(of.values_of(slot.index) + of.rank * Shape::kOwnSlabs * Shape::kValueSlabBytes,
                                of.a.values, cursor.row + cursor.piece * Shape::kValueKeys, of.rank * Shape::kOwnSlabs,
@@ -633,8 +654,9 @@ class WideAttention {
     for (int i = 0; i < kHeld * 8; ++i) {
       const float2 first = __ldcg(reinterpret_cast<const float2*>(upper + i * 8));
       const float2 second = __ldcg(reinterpret_cast<const float2*>(lower + i * 8));
-      query[i / 2][i % 2 * 2] = pair_of_bf16(first.x, first.y);
-      query[i / 2][i % 2 * 2 + 1] = pair_of_bf16(second.x, second.y);
+      const float2 weight = query_weight(a, i * 8 + lane % 4 * 2, make_float2(1, 1));
+      query[i / 2][i % 2 * 2] = pair_of_bf16(first.x * weight.x, first.y * weight.y);
+      query[i / 2][i % 2 * 2 + 1] = pair_of_bf16(second.x * weight.x, second.y * weight.y);
     }
     RingPlace<kKeySlots> key_slot;
     RingPlace<kWeightSlots> slot = {0, 1};

@@ -14,7 +14,7 @@ inline bool has_prefill_heads(int head_dim) {
   return head_dim == 64 || head_dim == 128 || head_dim == 256 || head_dim == 512;
 }
 // Of the scratch of an FP8 cache; cache_rows: of the pool.
-inline int64_t widened_bytes(int64_t cache_rows, int head_dim) { return 2 * cache_rows * head_dim * 2; }
+inline int64_t widened_bytes(int64_t cache_rows, int head_dim, int key_cols) { return 2 * cache_rows * (head_dim + key_cols); }
 
 // Whether it takes this op, on a device with has_prefill_linear(). scratch: of widened_bytes(), for FP8 caches.
 bool takes_prefill_attention(const AttentionArgs& args, const void* scratch = nullptr);

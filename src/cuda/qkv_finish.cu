@@ -57,14 +57,16 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_finish_kernel(QkvFinishArgs a
     return;
   }
   const int kv_head = (item - args.n_heads) % n_kv, row = position % kPageTokens;
-  const int64_t offset = cache_offset(page, row, kv_head, n_kv, args.head_dim);
+  // Of keys that are made from values, the pairs that rope turns.
+  const int columns = is_v ? args.head_dim : args.cache.key_cols, stored = columns / 2;
+  const int64_t offset = cache_offset(page, row, kv_head, n_kv, columns);
   const bool fp8 = args.cache.element == CacheElement::kFp8;
-  const float scale = fp8 ? cache_scale(head, half) : 1.0f;
+  const float scale = fp8 ? cache_scale(head, stored) : 1.0f;
   void* pool = is_v ? args.cache.values : args.cache.keys;
   switch (args.cache.element) {
-    case CacheElement::kF32: store_head<CacheElement::kF32>(head, half, lane, static_cast<float*>(pool) + offset, scale); break;
-    case CacheElement::kBf16: store_head<CacheElement::kBf16>(head, half, lane, static_cast<uint16_t*>(pool) + offset, scale); break;
-    case CacheElement::kFp8: store_head<CacheElement::kFp8>(head, half, lane, static_cast<uint8_t*>(pool) + offset, scale); break;
+    case CacheElement::kF32: store_head<CacheElement::kF32>(head, stored, lane, static_cast<float*>(pool) + offset, scale); break;
+    case CacheElement::kBf16: store_head<CacheElement::kBf16>(head, stored, lane, static_cast<uint16_t*>(pool) + offset, scale); break;
+    case CacheElement::kFp8: store_head<CacheElement::kFp8>(head, stored, lane, static_cast<uint8_t*>(pool) + offset, scale); break;
   }
   if (fp8 && threadIdx.x % 32 == 0)
     (is_v ? args.cache.value_scales : args.cache.key_scales)[cache_scale_offset(page, row, kv_head, n_kv)] = scale;

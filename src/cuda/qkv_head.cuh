@@ -77,11 +77,12 @@ __device__ __forceinline__ void turn_head(Head& head, int half, const Head& turn
   });
 }
 
-// The scale of a row of an FP8 cache: absmax / 448.
+// The scale of a row of an FP8 cache: absmax / 448. Only of the first `half` pairs, as store_head has it.
 __device__ __forceinline__ float cache_scale(const Head& head, int half) {
   float largest = 0;
   bool nan = false;                  // fmaxf would drop it
   for_pairs(half, [&](int i) {
+    if (first_pair(i / 4, threadIdx.x % 32) + i % 4 >= half) return;
     largest = fmaxf(largest, fmaxf(fabsf(head.first[i]), fabsf(head.second[i])));
     nan = nan || isnan(head.first[i]) || isnan(head.second[i]);
   });
@@ -90,7 +91,7 @@ __device__ __forceinline__ float cache_scale(const Head& head, int half) {
   return largest == 0.0f ? 1.0f : __fmul_rn(largest, 1.0f / 448.0f);
 }
 
-// One row of the cache, head_dim codes from `to` on. scale: of kFp8.
+// One row of the cache, 2 · half codes from `to` on: the first `half` pairs. scale: of kFp8.
 template <CacheElement kElement>
 __device__ __forceinline__ void store_head(const Head& head, int half, int lane, void* to, float scale) {
   for_pairs(half, [&](int i) {

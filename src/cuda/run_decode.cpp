@@ -149,8 +149,8 @@ void CudaExecutor::send_cache_maps() {
     if (!decode_attends(cache.head_dim, layout_.cache_element, program_.groups[group].window)) continue;
     const CacheView view = cache_view(static_cast<int>(i));
     const int64_t n_rows = int64_t{limits_.n_pages[group]} * cache.n_kv_heads * kPageTokens;
-    const int row_bytes = cache.head_dim * (layout_.cache_element == CacheElement::kFp8 ? 1 : 2);
-    maps[i] = {cache_tensor_map(view.keys, n_rows, row_bytes), cache_tensor_map(view.values, n_rows, row_bytes)};
+    const int element_bytes = layout_.cache_element == CacheElement::kFp8 ? 1 : 2;
+    maps[i] = {cache_tensor_map(view.keys, n_rows, view.key_cols * element_bytes), cache_tensor_map(view.values, n_rows, cache.head_dim * element_bytes)};
   }
   check(cudaMemcpy(buffers_.as<uint8_t>(layout_.decode_maps), maps.data(), maps.size() * sizeof(maps[0]), cudaMemcpyHostToDevice),
         "sending the caches' tensor maps");
@@ -266,7 +266,7 @@ int64_t CudaExecutor::list_rows(const DecodeSegment& segment) const {
 
 std::vector<StepPart> CudaExecutor::time_step(size_t end) {
   check(cudaSetDevice(device_.device), "choosing the GPU");
-  close_page();
+  close_pages();
   end = std::min(end, program_.ops.size());
   bucket_position_ = bucket_position(last_position_);
   const Event before = make_clock_event(), after = make_clock_event();

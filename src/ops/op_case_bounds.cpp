@@ -521,10 +521,10 @@ class Expecter {
   void append(ExpectedCacheRow& row, const Head& head) const {
     double largest = 0;
     for (double value : head.values) largest = std::max(largest, std::abs(value));
+    const bool shared = row.part == CachePart::kKeys && one_vector(row.cache);
     for (size_t c = 0; c < head.values.size(); ++c) {
       // Where one vector serves as K and V, the rotation comes after the rounding: of both of a pair.
       const size_t half = head.values.size() / 2, partner = c < half ? c + half : c - half;
-      const bool shared = one_vector(row.cache) && row.part == CachePart::kKeys;
       const double rounded = shared ? std::hypot(head.values[c], head.values[partner]) : std::abs(head.values[c]);
       row.values.push_back(head.values[c]);
       row.bounds.push_back(head.errors[c] + u_cache_ * (rounded + head.errors[c] + largest / 4096) +
@@ -532,12 +532,7 @@ class Expecter {
     }
   }
 
-  bool one_vector(int cache) const {
-    for (const Op& op : program_.ops)
-      if (const auto* finish = std::get_if<QkvFinish>(&op))
-        if (finish->cache == cache && finish->n_kv_heads > 0 && finish->v_from_k) return true;
-    return false;
-  }
+  bool one_vector(int cache) const { return keys_from_values(program_, cache).has_value(); }
 
   const CaseData& data_;
   const Program& program_;

@@ -244,13 +244,23 @@ class Stage {
           for (int row = 0; row < kPageTokens; ++row) body(cache, part, page, row);
   }
 
-  // Keys and values of a position, into the image only.
+  // Keys and values of a position, into the image only. Where keys can be made from values they are what would be made.
   void fill_position(size_t order_index, int cache, int64_t position) {
     const CaseSequence& sequence = *placement_.order[order_index];
     const int page = page_of(data_.program, placement_.limits, placement_.input, cache, table_row(&sequence), position);
     for (CachePart part : {CachePart::kKeys, CachePart::kValues})
       fill_cache_values(sequence.key, cache, part, position, image_.row_values(cache),
                         image_.row(cache, part, page, static_cast<int>(position % kPageTokens)));
+    const std::optional<KeysFromValues> from_values = keys_from_values(data_.program, cache);
+    if (!from_values) return;
+    const auto row = static_cast<int>(position % kPageTokens);
+    float* keys = image_.row(cache, CachePart::kKeys, page, row);
+    const float* values = image_.row(cache, CachePart::kValues, page, row);
+    const std::vector<float>& weight = data_.program.vector(from_values->weight).values;
+    for (int64_t i = 0; i < image_.row_values(cache); ++i) {
+      const auto column = static_cast<size_t>(i) % weight.size();
+      if (!from_values->is_turned[column]) keys[i] = values[i] * weight[column];
+    }
   }
 
   // All rows of every slot: the step's from the sequences, everything else NaN.

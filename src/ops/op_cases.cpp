@@ -61,6 +61,12 @@ class CaseBuilder {
     return {static_cast<int>(data_->weights.vectors.size()) - 1};
   }
   Norm norm(int64_t n) { return {true, vector(n), kEps}; }
+  // Of weights 1/2, 1 and 2: what bf16 has stays exact.
+  Norm exact_norm(int64_t n) {
+    const Norm made = norm(n);
+    for (float& weight : data_->weights.vectors[static_cast<size_t>(made.weight.index)].values) weight = std::exp2(std::floor(3 * (weight - 0.5f)) - 1);
+    return made;
+  }
   static Norm plain_norm() { return {true, {}, kEps}; }
 
   // A slot that starts as NaN: an op's output.
@@ -354,7 +360,8 @@ constexpr Geometry kGeometries[] = {
 
 bool is_gemma4(const Geometry& geometry) { return geometry.scale == 1; }
 
-QkvFinish make_finish(CaseBuilder& builder, const Geometry& geometry, bool shares, int cache) {
+// fresh: no keys are in the cache before. Else, where they can be made from values, they must be exact in bf16.
+QkvFinish make_finish(CaseBuilder& builder, const Geometry& geometry, bool shares, int cache, bool fresh = false) {
   QkvFinish op;
   op.n_heads = geometry.n_heads;
   op.n_kv_heads = shares ? 0 : geometry.n_kv_heads;
@@ -362,7 +369,7 @@ QkvFinish make_finish(CaseBuilder& builder, const Geometry& geometry, bool share
   op.v_from_k = geometry.v_from_k && !shares;
   if (geometry.normed) op.q_norm = builder.norm(geometry.head_dim);
   if (geometry.normed && !shares) {
-    op.k_norm = builder.norm(geometry.head_dim);
+    op.k_norm = geometry.v_from_k && !fresh ? builder.exact_norm(geometry.head_dim) : builder.norm(geometry.head_dim);
     if (is_gemma4(geometry)) op.v_norm = CaseBuilder::plain_norm();
   }
   op.rope = builder.rope(geometry.head_dim, geometry.rope_base, geometry.n_turned);
@@ -935,7 +942,7 @@ void add_steps(Table& table) {
   for (const Geometry& geometry : kGeometries)
     add(table, "Step", fmt::format("append and attend, {}", geometry.name), [geometry](CaseBuilder& builder) {
       const int cache = builder.cache(geometry.n_kv_heads, geometry.head_dim, builder.group(geometry.window));
-      const QkvFinish finish = make_finish(builder, geometry, false, cache);
+      const QkvFinish finish = make_finish(builder, geometry, false, cache, geometry.v_from_k);
       const int64_t q_cols = int64_t{geometry.n_heads} * geometry.head_dim;
       const QkvFinish sharing = make_finish(builder, geometry, true, cache);
       const Rows first = builder.slot("attended", q_cols),
@@ -945,7 +952,7 @@ void add_steps(Table& table) {
       builder.op(Attention{finish.qkv.slice(0, q_cols), first, geometry.n_heads, cache, scale, 0});
       builder.op(sharing);
       builder.op(Attention{sharing.qkv, second, geometry.n_heads, cache, scale, 0});
-      if (geometry.v_from_k) add_sequences(builder, {{0, 66}});   // one vector a position: all of them appended here
+      if (geometry.v_from_k) add_sequences(builder, {{0, 66}});   // keys of any weight, since all of them are appended here
       else add_sequences(builder, {{0, 5}, {61, 4}, {130, 1}});
     });
 

@@ -259,6 +259,21 @@ bool only_passes(const Program& program, int slot) {
   return passes;
 }
 
+std::optional<KeysFromValues> keys_from_values(const Program& program, int cache) {
+  for (const Op& op : program.ops) {
+    const auto* finish = std::get_if<QkvFinish>(&op);
+    if (finish == nullptr || finish->cache != cache || finish->n_kv_heads == 0) continue;
+    const Norm &k = finish->k_norm, &v = finish->v_norm;
+    if (!finish->v_from_k || !k.present || !v.present || k.eps != v.eps || !k.weight.present() || v.weight.present()) return std::nullopt;
+    KeysFromValues result = {k.weight, std::vector<bool>(static_cast<size_t>(finish->head_dim))};
+    if (finish->rope < 0) return result;
+    const std::vector<double>& frequencies = program.ropes[static_cast<size_t>(finish->rope)].frequencies;
+    for (size_t j = 0; j < frequencies.size(); ++j) result.is_turned[j] = result.is_turned[j + frequencies.size()] = frequencies[j] != 0;
+    return result;
+  }
+  return std::nullopt;
+}
+
 int logits_slot(const Program& program) {
   for (const Op& op : program.ops)
     if (const auto* sample = std::get_if<Sample>(&op)) return sample->logits.slot;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,14 @@ void check_shapes(const Program& program);
 // Whether the rows of a slot only carry values from one op to a later one: after a run of the whole list a backend need not
 // have them in memory. The residual stream and logits never do.
 bool only_passes(const Program& program, int slot);
+
+// A cache whose keys can be made from its values: key = value · weight, column by column, but for the pairs of columns that rope turns.
+// Gemma 4's layers with V from K: both are norms of one vector, and V's has no weight.
+struct KeysFromValues {
+  VectorRef weight;                 // [head_dim]
+  std::vector<bool> is_turned;      // [head_dim]: columns that the keys have by themselves
+};
+std::optional<KeysFromValues> keys_from_values(const Program& program, int cache);
 
 // The slot that the program samples from. Requires a Sample op.
 int logits_slot(const Program& program);
