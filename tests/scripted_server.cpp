@@ -93,6 +93,7 @@ class ScriptExecutor final : public Executor {
   void write_cache(int, CachePart, int, int, const float*) override {}
   std::vector<Allocation> allocations() const override { return {}; }
   int cache_element_bytes() const override { return 1; }
+  int64_t position_bytes(int) const override { return 1; }
   std::vector<std::string> damaged_guards() override { return {}; }
 
  private:

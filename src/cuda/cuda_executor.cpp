@@ -277,6 +277,11 @@ int CudaExecutor::cache_element_bytes() const {
   return 0;
 }
 
+int64_t CudaExecutor::position_bytes(int cache) const {
+  const CacheDecl& decl = program_.caches[static_cast<size_t>(cache)];
+  return int64_t{decl.n_kv_heads} * (layout_.key_cols[static_cast<size_t>(cache)] + decl.head_dim) * cache_element_bytes();
+}
+
 void CudaExecutor::copy_page(CachePart part, cudaMemcpyKind direction) {
   const bool keys = part == CachePart::kKeys;
   PageWindow& window = windows_[keys ? 0 : 1];

@@ -27,6 +27,7 @@ class CudaExecutor final : public Executor {
   void write_cache(int cache, CachePart part, int page, int row, const float* values) override;
   std::vector<Allocation> allocations() const override { return layout_.allocations; }
   int cache_element_bytes() const override;
+  int64_t position_bytes(int cache) const override;
   std::vector<std::string> damaged_guards() override;
 
  private:

@@ -36,6 +36,16 @@ TEST(IndexMath, SplitsCoverTheBandOnceAndBeginAtAbsoluteMultiples) {
     }
 }
 
+TEST(IndexMath, TurnedColumnsFillAKeyRowInOrder) {
+  int n_turned = 0;
+  for (int column = 0; column < kFromValuesDim; ++column) {
+    const bool turned = column < 64 || (column >= 256 && column < 320);        // pairs (j, j + 256), j below 64
+    ASSERT_EQ(is_turned(column), turned) << column;
+    if (turned) ASSERT_EQ(turned_column(column), n_turned++) << column;
+  }
+  EXPECT_EQ(n_turned, kTurnedColumns);
+}
+
 TEST(IndexMath, TheGridOfABucketHoldsEveryTokenInIt) {
   for (int window : {0, 8, 64, 512, 1000, 1024, 4096})
     for (int position = 0; position < 40000; position += position < 1000 ? 1 : 61) {

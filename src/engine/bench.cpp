@@ -154,7 +154,7 @@ BenchResult BenchRunner::run(const BenchCase& what, int n_repetitions, const std
   if (what.n_gen > 0)
     for (const Op& op : stepper_.program().ops)
       result.step_bytes += bytes_moved(op, stepper_.program(), {what.n_streams, what.n_streams, what.n_depth + what.n_gen / 2},
-                                       stepper_.executor().cache_element_bytes());
+                                       [this](int cache) { return stepper_.executor().position_bytes(cache); });
   double speed_before = 0;
   for (int repetition = -n_warm_ups; repetition < n_repetitions; ++repetition) {
     for (int s = 0; s < what.n_streams; ++s) bring_to(s, what.n_depth);
@@ -214,7 +214,7 @@ StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, Cac
   timing.step_microseconds = seconds_since(start) * 1e6 / (kSteps - 2);
   require_finite(stepper);
   const auto bytes_of = [&](size_t op) {
-    return bytes_moved(program.ops[op], program, {1, 1, depth}, executor.cache_element_bytes());
+    return bytes_moved(program.ops[op], program, {1, 1, depth}, [&](int cache) { return executor.position_bytes(cache); });
   };
   for (size_t op = 0; op < n_ops; ++op) timing.ops.push_back({op, median(op_times[op]) * 1e6, bytes_of(op)});
   for (size_t i = 0; i < parts.front().size(); ++i) {

@@ -80,8 +80,10 @@ class Executor {
   virtual void write_cache(int cache, CachePart part, int page, int row, const float* values) = 0;
   // Everything that was allocated, in the order and with the labels and bytes of Backend::plan.
   virtual std::vector<Allocation> allocations() const = 0;
-  // Of one value in the cache, scales aside: for bytes_moved.
+  // Of one value in the cache.
   virtual int cache_element_bytes() const = 0;
+  // Of all that a cache keeps of one position, scales aside: for bytes_moved.
+  virtual int64_t position_bytes(int cache) const = 0;
   // Labels of buffers whose guard bytes behind the end were overwritten.
   virtual std::vector<std::string> damaged_guards() = 0;
 };

@@ -32,6 +32,7 @@ class ForwardingExecutor : public Executor {
   }
   std::vector<Allocation> allocations() const override { return inner_->allocations(); }
   int cache_element_bytes() const override { return inner_->cache_element_bytes(); }
+  int64_t position_bytes(int cache) const override { return inner_->position_bytes(cache); }
   std::vector<std::string> damaged_guards() override { return inner_->damaged_guards(); }
 
  protected:

@@ -128,6 +128,10 @@ class HostExecutor : public Executor {
   }
   std::vector<Allocation> allocations() const override { return plan_; }
   int cache_element_bytes() const override { return cache_is_f16_ ? sizeof(uint16_t) : sizeof(Real); }
+  int64_t position_bytes(int cache) const override {
+    const CacheDecl& decl = this->program_.caches[static_cast<size_t>(cache)];
+    return int64_t{2} * decl.n_kv_heads * decl.head_dim * cache_element_bytes();
+  }
   std::vector<std::string> damaged_guards() override {
     std::vector<std::string> labels;
     const auto look = [&](const GuardedBuffer& buffer) {

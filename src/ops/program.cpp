@@ -295,7 +295,7 @@ std::string to_text(const Program& program) {
   return text;
 }
 
-int64_t bytes_moved(const Op& op, const Program& program, const StepShape& shape, int cache_element_bytes) {
+int64_t bytes_moved(const Op& op, const Program& program, const StepShape& shape, const std::function<int64_t(int)>& position_bytes) {
   if (const auto* embed = std::get_if<Embed>(&op)) {
     const HostMatrix& table = program.matrix(embed->table).parts.front();
     return shape.n_tokens * (row_bytes(table.format, table.cols) + row_scale_bytes(table.format, table.cols));
@@ -310,10 +310,10 @@ int64_t bytes_moved(const Op& op, const Program& program, const StepShape& shape
   }
   if (const auto* attention = std::get_if<Attention>(&op)) {
     const CacheDecl& cache = program.caches[static_cast<size_t>(attention->cache)];
-    return shape.n_tokens * live_keys(program, cache, shape) * 2 * cache.n_kv_heads * cache.head_dim * cache_element_bytes;
+    return shape.n_tokens * live_keys(program, cache, shape) * position_bytes(attention->cache);
   }
   if (const auto* finish = std::get_if<QkvFinish>(&op))
-    return shape.n_tokens * 2 * finish->n_kv_heads * finish->head_dim * cache_element_bytes;
+    return finish->n_kv_heads > 0 ? shape.n_tokens * position_bytes(finish->cache) : 0;
   return 0;
 }
 

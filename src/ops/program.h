@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -85,8 +86,8 @@ struct StepShape {
 };
 
 // Must-move bytes of device memory: weights once, live cache once a sequence (n_tokens sequences when decoding), with
-// cache_element_bytes a value. Activations stay in on-chip caches and do not count.
-int64_t bytes_moved(const Op& op, const Program& program, const StepShape& shape, int cache_element_bytes);
+// position_bytes(cache) a position (Executor). Activations stay in on-chip caches and do not count.
+int64_t bytes_moved(const Op& op, const Program& program, const StepShape& shape, const std::function<int64_t(int)>& position_bytes);
 int64_t flops(const Op& op, const Program& program, const StepShape& shape);
 
 // The op list as text, a line an op: `beryl inspect --step`.

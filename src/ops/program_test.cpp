@@ -1,7 +1,9 @@
 // What: a program with disagreeing shapes never runs; costs are what one counts by hand; the text says what an op does.
 #include "ops/program.h"
 
+#include <algorithm>
 #include <functional>
+#include <optional>
 
 #include <gtest/gtest.h>
 
@@ -155,7 +157,10 @@ TEST(CheckShapesDeathTest, IsAskedBeforeAnythingIsAllocated) {
 TEST(Costs, BytesAreWeightsOnceAndTheLiveCache) {
   const LayerProgram layer;
   const auto bytes = [&](size_t index, const StepShape& shape, int element_bytes = 2) {
-    return bytes_moved(layer.program.ops[index], layer.program, shape, element_bytes);
+    return bytes_moved(layer.program.ops[index], layer.program, shape, [&](int cache) {
+      EXPECT_EQ(cache, 0);
+      return 2 * 2 * 16 * element_bytes;                                  // keys and values of two heads
+    });
   };
   const StepShape decode{1, 1, 99};
   EXPECT_EQ(bytes(0, decode), 2 * 34);                                    // a row of q8_0: 64 weights
@@ -283,6 +288,34 @@ TEST(StepInputCheck, RefusesWhatTheProgramCannotRunInOneLine) {
       EXPECT_EQ(what.find('\n'), std::string::npos);
     }
   }
+}
+
+// Only where both are norms of one vector and the values' has no weight; which columns are turned is what the frequencies say.
+TEST(Program, KeysCanBeMadeFromValues) {
+  LayerProgram layer;
+  const auto finish = std::find_if(layer.program.ops.begin(), layer.program.ops.end(), [](const Op& op) { return std::holds_alternative<QkvFinish>(op); });
+  QkvFinish& op = std::get<QkvFinish>(*finish);
+  EXPECT_FALSE(keys_from_values(layer.program, 0)) << "values have a projection of their own";
+  op.v_from_k = true;
+  layer.program.ropes[0].frequencies = {1, 0.5, 0, 0, 0, 0, 0, 0};
+  const std::optional<KeysFromValues> keys = keys_from_values(layer.program, 0);
+  ASSERT_TRUE(keys);
+  EXPECT_EQ(keys->weight.index, op.k_norm.weight.index);
+  for (size_t column = 0; column < 16; ++column) EXPECT_EQ(keys->is_turned[column], column % 8 < 2) << column;
+  EXPECT_FALSE(keys_from_values(layer.program, 1)) << "no op appends to it";
+
+  const QkvFinish good = op;
+  op.v_norm.weight = op.k_norm.weight;
+  EXPECT_FALSE(keys_from_values(layer.program, 0)) << "values have a weight";
+  op = good;
+  op.v_norm.eps = 1e-5f;
+  EXPECT_FALSE(keys_from_values(layer.program, 0)) << "another epsilon";
+  op = good;
+  op.k_norm.present = false;
+  EXPECT_FALSE(keys_from_values(layer.program, 0)) << "keys are not normed";
+  op = good;
+  op.n_kv_heads = 0;
+  EXPECT_FALSE(keys_from_values(layer.program, 0)) << "it only finishes q";
 }
 
 }  // namespace
