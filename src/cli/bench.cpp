@@ -271,16 +271,18 @@ void print_ops(const Model& model, Backend& backend, const BenchOptions& options
   }
   text += fmt::format("\nops one by one: {:.1f} us; the step as a whole: {:.1f} us\n", sum, timing.step_microseconds);
   if (!timing.parts.empty()) {
-    text += "\nas the step runs them:\n\n| ops | layer | us | MB | GB/s | of the ceiling | preparing, us |\n|---|---:|---:|---:|---:|---:|---:|\n";
+    text += "\nas the step runs them; read: the same without the products, a plain read of the weights at this place:\n\n"
+            "| ops | layer | us | MB | GB/s | of the ceiling | preparing, us | read, us | of the read |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|\n";
     for (const PartTiming& timed : timing.parts) {
       const StepPart& part = timed.part;
       std::string names;
       for (size_t op = part.op_begin; op < part.op_end; ++op)
         names += fmt::format("{}{}", names.empty() ? "" : " ", op_name(model.program.ops[op]));
       const auto bytes = static_cast<double>(timed.bytes);
-      text += fmt::format("| {} | {} | {:.1f} | {:.3f} | {:.1f} | {} | {:.1f} |\n", names, model.program.layer_of_op[part.op_end - 1],
+      const std::string of_read = part.reading > 0 ? fmt::format("{:.1f} | {:.0f} %", part.reading, 100 * part.reading / part.microseconds) : "| ";
+      text += fmt::format("| {} | {} | {:.1f} | {:.3f} | {:.1f} | {} | {:.1f} | {} |\n", names, model.program.layer_of_op[part.op_end - 1],
                           part.microseconds, bytes * 1e-6, bytes / part.microseconds * 1e-3,
-                          share_of(bytes, part.microseconds, ceiling), part.preparing);
+                          share_of(bytes, part.microseconds, ceiling), part.preparing, of_read);
     }
     text += "\n| where one token's time goes | us | share |\n|---|---:|---:|\n";
     for (const LedgerLine& each : step_ledger(model.program, timing))

@@ -103,6 +103,7 @@ class CudaExecutor final : public Executor {
   // False: these rows are not for the decode kernel, and nothing was launched.
   bool run_decode(const DecodeSegment& segment, const DecodeList& list);
   // The parts of the launch that has just ended, which took so long.
+  std::vector<StepPart> time_parts(size_t end);
   void add_decode_parts(const DecodeSegment& segment, double microseconds, std::vector<StepPart>& parts) const;
 
   RowsView view(Rows rows) const;
@@ -149,6 +150,7 @@ class CudaExecutor final : public Executor {
   std::vector<DecodeList> decode_segments_, decode_single_;
   int n_decode_lists_ = 0;
   bool takes_times_ = false;          // the decode kernel writes its timeline
+  bool skips_products_ = false;       // and DecodeArgs::skips_products
 
   PageWindow windows_[2];            // of keys, of values
   std::vector<CachedGraph> graphs_;

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       };
       stamp(0);
       if (phase.kind == PhaseKind::kLinear) {
-        if constexpr (kRows == 1) run_linear_row(args, decode_shared, &phase.linear, hold_next, stamp);
+        if constexpr (kRows == 1) run_linear_row<kTimed>(args, decode_shared, &phase.linear, hold_next, stamp);
         else run_linear_rows<kRows>(args, &phase.linear, hold_next, stamp);
       } else {
         run_attention(args, decode_shared, phase.attention, hold_next, stamp);

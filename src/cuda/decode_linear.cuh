@@ -57,8 +57,8 @@ __device__ __forceinline__ void pass_over_slots(const DecodeArgs& args, const De
 }
 
 // Everything of one phase but the copies, for one row. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
-// the time, 1 when (the first) x is ready, 2 when the products are.
-template <class Function, class Stamp>
+// the time, 1 when (the first) x is ready, 2 when the products are. kTimed: DecodeArgs::skips_products may be set.
+template <bool kTimed, class Function, class Stamp>
 __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
                                            Stamp&& stamp) {
   // Each step with its own view of the block and the phase.
@@ -114,7 +114,7 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
       if (unit == 0 && chunk == 0) stamp(1);
       step([&](const LinearBlock<1, false>& work) {
         const LinearPhase& p = work.p;
-        if (work.has_tile) {
+        if (work.has_tile && !(kTimed && args.skips_products != 0)) {
           multiply_format<1>(p.format, work.block, p, {count, chunk, at_once, buffer});
           return;
         }

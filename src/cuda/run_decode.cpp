@@ -254,6 +254,7 @@ bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& li
   if (segment.changes_residual) args.residual_out = buffers_.as<float>(layout_.rows[static_cast<size_t>(program_.residual_slot)]);
   args.flags = buffers_.as<uint32_t>(layout_.decode_flags) + int64_t{list.index} * kDecodeFlagWords;
   if (takes_times_ && rows == 1 && segment.phases.size() > 1) args.timeline = buffers_.as<uint64_t>(layout_.decode_timeline);
+  args.skips_products = skips_products_;
   launch_decode(context_, args, cut, device_.matvec.n_sms);
   return true;
 }
@@ -264,11 +265,24 @@ int64_t CudaExecutor::list_rows(const DecodeSegment& segment) const {
   return first.residual || !first.x.rows.present() ? n_tokens_ : n_rows(first.x.rows);
 }
 
+// Without products first: what that leaves in rows and caches is written over by the second run.
 std::vector<StepPart> CudaExecutor::time_step(size_t end) {
   check(cudaSetDevice(device_.device), "choosing the GPU");
   close_pages();
   end = std::min(end, program_.ops.size());
   bucket_position_ = bucket_position(last_position_);
+  takes_times_ = true;
+  skips_products_ = true;
+  const std::vector<StepPart> reading = time_parts(end);
+  skips_products_ = false;
+  std::vector<StepPart> parts = time_parts(end);
+  takes_times_ = false;
+  for (size_t i = 0; i < parts.size(); ++i)
+    if (parts[i].preparing > 0) parts[i].reading = reading[i].microseconds;
+  return parts;
+}
+
+std::vector<StepPart> CudaExecutor::time_parts(size_t end) {
   const Event before = make_clock_event(), after = make_clock_event();
   std::vector<StepPart> parts;
   const auto timed = [&](auto&& launch) {
@@ -280,7 +294,6 @@ std::vector<StepPart> CudaExecutor::time_step(size_t end) {
     check(cudaEventElapsedTime(&milliseconds, before.get(), after.get()), "taking the time");
     return double{milliseconds} * 1e3;
   };
-  takes_times_ = true;
   const std::vector<DecodeSegment>& segments = layout_.decode.segments;
   for (size_t op = 0, next = 0; op < end;) {
     while (next < segments.size() && segments[next].begin < static_cast<int>(op)) ++next;
@@ -296,7 +309,6 @@ std::vector<StepPart> CudaExecutor::time_step(size_t end) {
     parts.push_back({op, op + 1, timed([&] { std::visit([this](const auto& one) { execute(one); }, program_.ops[op]); }), 0});
     ++op;
   }
-  takes_times_ = false;
   return parts;
 }
 

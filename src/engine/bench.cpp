@@ -218,14 +218,16 @@ StepTiming time_ops(const Program& program, Backend& backend, int64_t depth, Cac
   };
   for (size_t op = 0; op < n_ops; ++op) timing.ops.push_back({op, median(op_times[op]) * 1e6, bytes_of(op)});
   for (size_t i = 0; i < parts.front().size(); ++i) {
-    std::vector<double> all, preparing;
+    std::vector<double> all, preparing, reading;
     for (const std::vector<StepPart>& run_parts : parts) {
       all.push_back(run_parts[i].microseconds);
       preparing.push_back(run_parts[i].preparing);
+      reading.push_back(run_parts[i].reading);
     }
     PartTiming part = {parts.front()[i], 0};
     part.part.microseconds = median(all);
     part.part.preparing = median(preparing);
+    part.part.reading = median(reading);
     for (size_t op = part.part.op_begin; op < part.part.op_end; ++op) part.bytes += bytes_of(op);
     timing.parts.push_back(part);
   }
