@@ -612,13 +612,13 @@ struct AttentionStep {
       const float* weight = is_query ? p.q_weight : is_values ? p.v_weight : p.k_weight;
       const float eps = is_query ? p.q_eps : is_values ? p.v_eps : p.k_eps;
       const float* rope = is_query ? (p.finish ? p.q_rope : nullptr) : is_values ? nullptr : p.k_rope;
-      // Keys from values: what queries are multiplied by, and how many pairs of a key are kept.
+      // Keys from values: what the columns that are not turned are multiplied by. Keys have none of these.
       const bool from_values = kHalf * 2 == kFromValuesDim && p.cache.key_weight != nullptr;
       const int stored = from_values && !is_query && !is_values ? kTurnedPairs : half;
-      Head weights, turns, key_weights;
+      Head weights, turns, factors;
       if constexpr (kHalf * 2 == kFromValuesDim) {
-        if (from_values && is_query) load_halves<true>(key_weights, half, lane, p.cache.key_weight);
-        else fill_head(key_weights, 1);
+        if (from_values && is_query) load_halves<true>(factors, half, lane, p.cache.key_weight);
+        else fill_head(factors, stored == half ? 1.0f : 0.0f);
       }
       if (norms && weight != nullptr) load_halves<true>(weights, half, lane, weight);
       else fill_head(weights, 1);
@@ -630,7 +630,7 @@ struct AttentionStep {
       if constexpr (kHalf * 2 == kFromValuesDim)
         for_pairs(half, [&](int i) {
           if (i < 4 && lane * 4 < kTurnedPairs) return;
-          head.first[i] = __fmul_rn(head.first[i], key_weights.first[i]), head.second[i] = __fmul_rn(head.second[i], key_weights.second[i]);
+          head.first[i] = __fmul_rn(head.first[i], factors.first[i]), head.second[i] = __fmul_rn(head.second[i], factors.second[i]);
         });
       if (task == first_task) DecodeBlock::barrier();     // the scratch changes hands
       // function(column, four values from there on)
@@ -647,7 +647,7 @@ struct AttentionStep {
         for_columns([&](int to_col, const float* v) { put_query(task, to_col, v); });
         continue;
       }
-      const float scale = kFp8 ? cache_scale(head, stored) : 1.0f;
+      const float scale = kFp8 ? cache_scale(head, half) : 1.0f;
       const bool appends = row == u.row && u.append_row >= 0;
       const int64_t to_row = appends ? u.append_row : 0;
       uint8_t* to = static_cast<uint8_t*>(is_values ? p.cache.values : p.cache.keys) + to_row * 2 * stored * kElementBytes;

@@ -61,7 +61,10 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_finish_kernel(QkvFinishArgs a
   const int columns = is_v ? args.head_dim : args.cache.key_cols, stored = columns / 2;
   const int64_t offset = cache_offset(page, row, kv_head, n_kv, columns);
   const bool fp8 = args.cache.element == CacheElement::kFp8;
-  const float scale = fp8 ? cache_scale(head, stored) : 1.0f;
+  for_pairs(half, [&](int i) {
+    if (first_pair(i / 4, lane) + i % 4 >= stored) head.first[i] = head.second[i] = 0;
+  });
+  const float scale = fp8 ? cache_scale(head, half) : 1.0f;
   void* pool = is_v ? args.cache.values : args.cache.keys;
   switch (args.cache.element) {
     case CacheElement::kF32: store_head<CacheElement::kF32>(head, stored, lane, static_cast<float*>(pool) + offset, scale); break;

@@ -77,12 +77,11 @@ __device__ __forceinline__ void turn_head(Head& head, int half, const Head& turn
   });
 }
 
-// The scale of a row of an FP8 cache: absmax / 448. Only of the first `half` pairs, as store_head has it.
+// The scale of a row of an FP8 cache: absmax / 448.
 __device__ __forceinline__ float cache_scale(const Head& head, int half) {
   float largest = 0;
   bool nan = false;                  // fmaxf would drop it
   for_pairs(half, [&](int i) {
-    if (first_pair(i / 4, threadIdx.x % 32) + i % 4 >= half) return;
     largest = fmaxf(largest, fmaxf(fabsf(head.first[i]), fabsf(head.second[i])));
     nan = nan || isnan(head.first[i]) || isnan(head.second[i]);
   });
