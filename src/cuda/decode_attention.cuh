@@ -441,6 +441,18 @@ __device__ __noinline__ void put_new(uint32_t small_at, uint32_t codes, uint32_t
 }
 __device__ __noinline__ float cap_score_apart(float score, float softcap) { return cap_score(score, softcap); }
 
+// What heads without a weight are multiplied by: a load more takes less time than the instructions for having none. And what keys are that
+// are made from values: 1 where they have a column.
+struct HeadConstants {
+  float ones[kFromValuesDim], turned[kFromValuesDim];
+};
+constexpr HeadConstants make_head_constants() {
+  HeadConstants constants = {};
+  for (int column = 0; column < kFromValuesDim; ++column) constants.ones[column] = 1, constants.turned[column] = is_turned(column) ? 1.0f : 0.0f;
+  return constants;
+}
+__device__ const HeadConstants kHeadConstants = make_head_constants();
+
 // What code for one kind of tile knows: the head's size, 0 for any; whether a KV head has more than 4 query heads (AttentionStep::wide).
 struct TileKind {
   int dim;
@@ -616,12 +628,9 @@ struct AttentionStep {
       const bool from_values = kHalf * 2 == kFromValuesDim && p.cache.key_weight != nullptr;
       const int stored = from_values && !is_query && !is_values ? kTurnedPairs : half;
       Head weights, turns, factors;
-      if constexpr (kHalf * 2 == kFromValuesDim) {
-        if (from_values && is_query) load_halves<true>(factors, half, lane, p.cache.key_weight);
-        else fill_head(factors, stored == half ? 1.0f : 0.0f);
-      }
-      if (norms && weight != nullptr) load_halves<true>(weights, half, lane, weight);
-      else fill_head(weights, 1);
+      if constexpr (kHalf * 2 == kFromValuesDim)
+        load_halves<true>(factors, half, lane, from_values && is_query ? p.cache.key_weight : stored == half ? kHeadConstants.ones : kHeadConstants.turned);
+      load_halves<true>(weights, half, lane, weight != nullptr ? weight : kHeadConstants.ones);
       if (rope != nullptr) load_halves<true>(turns, half, lane, rope + row * dim);
       else fill_head(turns, 0);
       load_head(head, half, is_query ? p.q : p.kv, row, col);
