@@ -2,9 +2,14 @@
 // How:  memory is taken and written; the machine's whole memory bounds both.
 #include "base/system_memory.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
