@@ -1,7 +1,6 @@
 #include "engine/fit.h"
 
 #include <algorithm>
-#include <vector>
 
 #include <fmt/format.h>
 
@@ -18,11 +17,10 @@ constexpr int64_t kWorthAWord = 16;
 constexpr int kLargestChunk = 2048;
 constexpr int64_t kChunkShare = 16;
 
-// Without pages of the file.
+// Of a device's own memory; on a host without the pages of the file.
 int64_t needed_bytes(const Program& program, const RunLimits& run, const Backend& backend) {
-  std::vector<Allocation> allocations = plan_memory(program, run, backend).allocations;
-  std::erase_if(allocations, [](const Allocation& each) { return each.kind == MemoryKind::kMappedWeights; });
-  return backend.taken_bytes(allocations);
+  const MemoryPlan plan = plan_memory(program, run, backend);
+  return backend.memory() ? backend.taken_bytes(plan.allocations) : plan.total();
 }
 
 RunLimits with_context(RunLimits run, int64_t context) {
