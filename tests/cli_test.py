@@ -16,6 +16,7 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import statistics
 import struct
 import subprocess
@@ -41,9 +42,11 @@ class CliTest(unittest.TestCase):
         cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="beryl-cli-"))
         cls.addClassCleanup(shutil.rmtree, cls.folder)
 
-    def assert_fails(self, result, status, *parts):
-        """One line on standard error, nothing else."""
+    def assert_fails(self, result, status, *parts, warns=False):
+        """One line on standard error, nothing else; with warns, warnings before it."""
         stderr = result.stderr.decode()
+        if warns:
+            stderr = re.sub(r"\A(beryl: warning: [^\n]+\n)+", "", stderr)
         self.assertEqual(result.returncode, status, stderr)
         self.assertEqual(result.stdout, b"")
         self.assertRegex(stderr, r"\Aberyl: [^\n]+\n\Z")
@@ -228,28 +231,26 @@ class FailureTest(CliTest):
         self.assertRegex(result.stderr.decode(), r"\nberyl: warning: [^\n]*16[^\n]*full[^\n]*\n\Z")
 
     def test_numbers_that_are_not_finite_end_the_reply(self):
-        result = beryl("run", self.sick, "-p", "x")
-        self.assertEqual(result.returncode, 1)
-        self.assertEqual(result.stdout, b"")
-        self.assertRegex(result.stderr.decode().splitlines()[-1], r"^beryl: .*finite")
+        result = beryl("run", self.sick, "--raw", "-p", "x")
+        self.assert_fails(result, 1, str(self.sick), "finite")   # no line of speeds
 
     def test_a_trace_of_numbers_that_are_not_finite_says_so(self):
         out = self.folder / "sick.safetensors"
         result = beryl("trace", self.sick, "--ids", "1,2", "-o", out)
-        self.assertEqual(result.returncode, 0)
-        self.assertIn(b"NaN or infinite", result.stderr)
+        self.assert_fails(result, 1, str(self.sick), "NaN or infinite", str(out))
+        self.assertTrue(any(value != value for value in read_tensors(out)["logits"][1]))
         out.unlink()
-        self.assert_fails(beryl("trace", self.sick, "--ids", "1,2", "--greedy", "3", "-o", out), 1, "not finite")
+        self.assert_fails(beryl("trace", self.sick, "--ids", "1,2", "--greedy", "3", "-o", out), 1, str(self.sick), "not finite")
         self.assertFalse(out.exists())
 
     def test_a_perplexity_of_numbers_that_are_not_finite_names_the_first(self):
         result = beryl("perplexity", self.sick, __file__, "--ctx", "16", "--device", "cpu")
-        self.assert_fails(result, 1, "cpu: the logits after token 8 of window 0 are not finite")
+        self.assert_fails(result, 1, f"{self.sick}: the logits after token 8 of window 0 are not finite on cpu")
 
     def test_a_bench_of_numbers_that_are_not_finite_fails(self):
         for rest in (["-p", "0", "-n", "3"], ["-p", "3", "-n", "0"], ["-p", "3", "-n", "0", "-d", "2", "-b", "2", "-o", "jsonl"], ["--ops"]):
             with self.subTest(rest=rest):
-                self.assert_fails(beryl("bench", self.sick, "--device", "cpu", "-r", "1", *rest), 1, "no finite numbers")
+                self.assert_fails(beryl("bench", self.sick, "--device", "cpu", "-r", "1", *rest), 1, str(self.sick), "no finite numbers")
 
     def test_a_bench_past_the_models_positions_ends_at_once(self):
         short = make_speaking_model(self.folder / "short", context=100)
@@ -274,6 +275,70 @@ class FailureTest(CliTest):
             self.succeed("bench", model, "--device", "cpu", "-p", "1", "-n", "0", "-r", "1", environment={"BERYL_PIN_THREADS": value})
         self.succeed("bench", model, "--device", "cpu", "-p", "1", "-n", "0", "-r", "1", environment={"BERYL_CPU_TARGET": ""})
         self.succeed("--version", environment={"BERYL_PIN_THREADS": "banana"})
+
+    def test_threads_that_the_system_refuses_are_one_line_that_says_what_and_which_limit(self):
+        if os.getuid() != 0:
+            self.skipTest("this user's other processes count, too")
+        # The superuser is held to no number of processes, so somebody else runs a copy that he may read.
+        self.folder.chmod(0o755)
+        program = Program(shutil.copy(beryl.path, self.folder / "beryl"))
+
+        def run(n_processes, *arguments):
+            def limit():
+                os.setgroups([])
+                os.setregid(54321, 54321)
+                resource.setrlimit(resource.RLIMIT_NPROC, (n_processes, n_processes))
+                os.setreuid(54321, 54321)
+            return program(*arguments, "--device", "cpu", preexec_fn=limit, environment={"HOME": str(self.folder)}, timeout=60)
+
+        answer = ["run", self.model, "--raw", "-p", "x", "-n", "2", "--threads"]
+        result = run(1, *answer, "1")
+        self.assertEqual(result.returncode, 0, result.stderr.decode())   # the tokenizer needs no thread of its own
+        for n_threads in (2, 4):
+            self.assert_fails(run(1, *answer, n_threads), 1, f"have 1 of {n_threads} threads", "--threads asks for fewer",
+                              "this user may have 1 processes and threads (ulimit -u)")
+        text = self.folder / "text.txt"
+        text.write_text("What nobody reads. " * 40)
+        result = run(1, "perplexity", self.model, text, "--threads", "1", "--against", "reference")
+        self.assertEqual(result.returncode, 0, result.stderr.decode())   # does all itself
+        serve = ["serve", self.model, "--threads", "1", "--port", "0"]
+        for most, what in ((1, "the engine's thread could not be started"), (2, "the HTTP server could not be started: a thread was refused"),
+                           (3, "a thread for a connection could not be started")):
+            with self.subTest(most=most):
+                self.assert_fails(run(most, *serve), 1, what, f"this user may have {most} processes and threads (ulimit -u)",
+                                  warns=True)
+
+    def test_what_stands_against_listening_is_told(self):
+        serve = ["serve", self.model, "--device", "cpu", "--threads", "1", "--port"]
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            self.assert_fails(beryl(*serve, port), 1, f"127.0.0.1:{port}", "Address already in use", "--port takes another", warns=True)
+        self.assert_fails(beryl(*serve, "0", "--host", "192.0.2.1"), 1, "192.0.2.1:0", "--host takes an address of this machine", warns=True)
+        messages = []
+        for most in range(4, 32):   # ever more files, until they suffice
+            def limit(n_files=most):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))
+            process = beryl.start(*serve, "0", preexec_fn=limit)
+            lines = iter(lambda: process.stderr.readline().decode(), "")
+            messages.append(next((line for line in lines if "warning: " not in line), ""))
+            process.terminate()
+            process.communicate(timeout=60)
+            if "/v1" in messages[-1]:
+                break
+        self.assertIn("/v1", messages[-1])
+        self.assertTrue(any("the HTTP server could not be started: " in each and "(ulimit -n)" in each for each in messages), messages)
+
+    def test_memory_that_is_refused_says_what_is_free_and_which_context_fits(self):
+        def limited(n_bytes):
+            return {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))}
+        run = ["run", self.model, "--raw", "-p", "x", "-n", "2", "--device", "cpu", "--threads", "1", "--temp", "0"]
+        result = beryl(*run, "--ctx", 1 << 24, **limited(1 << 30))
+        self.assert_fails(result, 1, "out of memory: ", " are free; a context of ", " would fit", warns=True)
+        context = int(re.search(r"a context of (\d+) would fit", result.stderr.decode())[1])
+        self.assertGreater(context, 4096)
+        self.succeed(*run, "--ctx", context * 9 // 10, **limited(1 << 30))   # the program itself takes some address space, too
+        result = beryl("serve", self.model, "--device", "cpu", "--threads", "1", "--parallel", "3", "--ctx", 1 << 24, **limited(1 << 30))
+        self.assert_fails(result, 1, " are free; a context of ", "for 3 sequences at once would fit", warns=True)
 
     def test_random_weights_that_do_not_fit_say_what_they_need(self):
         def small():
@@ -1216,7 +1281,7 @@ class QuantizeTest(CliTest):
         # Python ignores the signal that comes with it, and so does its child.
         result = beryl("quantize", GOLDEN / "llama", self.folder / "full", "--format", "f32", preexec_fn=limit,
                        restore_signals=False)
-        self.assert_fails(result, 1, "model.safetensors", "cannot write", "File too large")
+        self.assert_fails(result, 1, f"{self.folder / 'full' / 'model.safetensors'}: cannot write", "File too large")
         self.assertEqual(list(self.folder.glob("full*")), [])
 
     def test_a_synthetic_model_in_bounded_memory(self):

@@ -23,6 +23,11 @@ struct Error : std::runtime_error {
   ErrorCode code;
 };
 
+// kBadInput: a model whose numbers are NaN or infinite. Who computes knows no files, so who opened the model puts its name before.
+struct NotFinite : Error {
+  explicit NotFinite(const std::string& message) : Error(ErrorCode::kBadInput, message) {}
+};
+
 [[noreturn]] void check_failed(const char* file, int line, const char* condition, const char* what);
 
 // On in every build; prints one line and aborts.

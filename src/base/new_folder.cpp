@@ -65,7 +65,7 @@ NewFolder::NewFolder(const std::string& path, bool replaces, std::span<const std
     if (failure) io_error(path, "cannot list it", failure.value());
     old_is_there_ = true;
   }
-  if (::mkdir(partial_path_.c_str(), 0777) != 0) io_error(partial_path_, "cannot create", errno);
+  if (::mkdir(partial_path_.c_str(), 0777) != 0) io_error(path, "cannot create", errno);
 }
 
 NewFolder::~NewFolder() {
@@ -75,8 +75,8 @@ NewFolder::~NewFolder() {
 }
 
 void NewFolder::write_file(std::string_view name, std::string_view bytes) {
-  const std::string path = fmt::format("{}/{}", partial_path_, name);
-  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  const std::string path = fmt::format("{}/{}", path_, name);   // as it will be called
+  const int fd = ::open(fmt::format("{}/{}", partial_path_, name).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0) io_error(path, "cannot create", errno);
   while (!bytes.empty()) {
     const ssize_t n = ::write(fd, bytes.data(), bytes.size());
@@ -105,7 +105,7 @@ void NewFolder::commit() {
   if (::rename(partial_path_.c_str(), path_.c_str()) != 0) {
     const int error = errno;
     if (old_is_there_) ::rename(old_path.c_str(), path_.c_str());
-    io_error(partial_path_, fmt::format("cannot rename to {}", path_), error);
+    io_error(path_, "cannot be given its name", error);
   }
   committed_ = true;
   sync_folder(fs::path(path_).parent_path().string());

@@ -17,6 +17,8 @@ class NewFolder {
   NewFolder(const NewFolder&) = delete;
   NewFolder& operator=(const NewFolder&) = delete;
 
+  // Its name; messages use this one.
+  const std::string& path() const { return path_; }
   // Where to put its files until commit().
   const std::string& partial_path() const { return partial_path_; }
 

@@ -329,10 +329,14 @@ class Bench {
       const bool synthetic = !options_.synthetic.empty();
       if (synthetic && each.separate) require_memory_for_synthetic(options_.synthetic, each, *backend_);
       const Model model = synthetic ? make_synthetic_model(options_.synthetic, each, 1, true) : open_model(options_.model);
+      if (!synthetic)
+        for (const std::string& warning : model.checkpoint->warnings()) print_warning(warning);
       require_positions(model, cases_);
       warn_of_idle_options(options_.device, *backend_, model.program);
       const BenchSubject subject = describe_subject(model, options_, synthetic ? &each : nullptr);
-      for (const std::string& cache : options_.caches) measure(model, subject, cache_type_by_name(cache));
+      naming_model(synthetic ? options_.synthetic : options_.model, [&] {
+        for (const std::string& cache : options_.caches) measure(model, subject, cache_type_by_name(cache));
+      });
     }
     if (options_.output == "json") write_output(all_.dump(2) + "\n");
     return 0;

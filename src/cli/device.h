@@ -49,6 +49,16 @@ auto load_on(const DeviceOptions& options, std::unique_ptr<Backend>& backend, co
   return load(*backend);
 }
 
+// compute(), with the model's name before what is said of numbers that are not finite.
+template <class Compute>
+auto naming_model(const std::string& model, const Compute& compute) {
+  try {
+    return compute();
+  } catch (const NotFinite& error) {
+    throw Error(error.code, model + ": " + error.what());
+  }
+}
+
 // "f32", "f16", "bf16", "fp8", else the backend's own choice.
 CacheType cache_type_by_name(const std::string& name);
 

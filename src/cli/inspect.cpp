@@ -12,6 +12,7 @@
 #include <fmt/ranges.h>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/device.h"

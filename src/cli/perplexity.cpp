@@ -88,8 +88,9 @@ int run_perplexity(const PerplexityOptions& options) {
   } else if (!options.against.empty()) {
     against = make_backend({.name = options.against, .n_threads = options.device.n_threads});
   }
-  const PerplexityResult result = load_on(options.device, backend, [&](Backend& device) {
-    return measure_perplexity(model.program, device, against.get(), request);
+  const PerplexityResult result = naming_model(options.model, [&] {
+    return load_on(options.device, backend,
+                   [&](Backend& device) { return measure_perplexity(model.program, device, against.get(), request); });
   });
 
   const auto n_tokens = static_cast<int64_t>(ids.size());

@@ -11,10 +11,10 @@
 #include <fmt/ranges.h>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/options.h"
-#include "model/memory_plan.h"
 #include "store/digest.h"
 #include "store/pull.h"
 #include "weights/checkpoint.h"

@@ -12,12 +12,12 @@
 #include <fmt/ranges.h>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/model_name.h"
 #include "cli/options.h"
 #include "cpu/parallel.h"
-#include "model/memory_plan.h"
 #include "model/quantize_model.h"
 #include "model/synthetic.h"
 #include "weights/quote.h"

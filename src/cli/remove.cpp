@@ -5,9 +5,9 @@
 
 #include <fmt/format.h>
 
+#include "base/system_memory.h"
 #include "cli/commands.h"
 #include "cli/console.h"
-#include "model/memory_plan.h"
 #include "store/store.h"
 
 namespace beryl::cli {

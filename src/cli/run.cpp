@@ -18,7 +18,6 @@
 #include "cli/text_input.h"
 #include "cpu/parallel.h"
 #include "grammar/constraint.h"
-#include "model/memory_plan.h"
 
 namespace beryl::cli {
 namespace {
@@ -58,12 +57,12 @@ void print_statistics(const Speaker& speaker, const GenerateResult& result, bool
 GenerateResult reply(Speaker& speaker, const SpeakOptions& options, const Turn& turn, const InterruptCatcher& interrupts) {
   ReplyWriter writer(speaker.tokenizer(), options.show_special, turn.in_thought);
   const GenerateResult result = speaker.reply(turn, writer, interrupts);
+  if (result.finish == FinishReason::kFailed)   // whose speed means nothing
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("{}: computes no finite numbers for this text, so the reply ends here", options.model));
   print_statistics(speaker, result, options.verbose);
   if (result.finish == FinishReason::kContext)
     print_warning(fmt::format("the context of {} positions is full (--ctx)", speaker.context()));
-  if (result.finish == FinishReason::kFailed)
-    throw Error(ErrorCode::kBadInput,
-                fmt::format("{}: computes no finite numbers for this text, so the reply ends here", options.model));
   return result;
 }
 

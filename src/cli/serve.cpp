@@ -15,6 +15,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/threads.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/device.h"
@@ -144,27 +145,30 @@ int serve(const ServeOptions& options) {
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
   server::HttpServer listener(options.host, static_cast<int>(options.port), http,
                               [&](server::HttpRequest& request) { return api.answer(request); }, [&] { return api.too_large(); });
+  start_thread("a thread for a connection", [] {}).join();   // every client needs one: without any the server would be of no use
   const std::string address =
       fmt::format("http://{}:{}/", options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port());
   print_note(fmt::format("{} at {}v1{} ({}, context {}, {} at once). Ctrl-C ends.", served.id, address,
                          server::has_page() ? fmt::format(", a page to talk with it at {}", address) : "", backend->name(),
                          limits.run.context, limits.run.n_sequences));
 
-  std::thread prepare([&] { constraints.prepare(); });   // so that the first form need not wait for it
+  std::vector<std::jthread> prepare = start_helpers(2, [&](int) { constraints.prepare(); });   // so that the first form need not wait for it
   signals.wait();
-  prepare.join();
+  prepare.clear();
   print_note("Finishing what has begun. Ctrl-C once more ends at once.");
   api.set_draining();
   listener.stop_accepting();
   std::atomic<bool> drained = false;
-  std::thread drain([&] {
+  const auto finish = [&](int) {
     engine->drain();
     while (listener.n_active() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     drained = true;
-  });
+  };
+  std::vector<std::jthread> drain = start_helpers(2, finish);
+  if (drain.empty()) finish(0);   // the system has no thread for it now; a second Ctrl-C waits
   while (!drained)
     if (signals.came_within(std::chrono::milliseconds(50)) && !drained) std::_Exit(kExitInterrupted);
-  drain.join();
+  drain.clear();
   if (!forms.is_idle()) std::_Exit(0);   // a form that nobody waits for; nothing else is left to do
   return 0;
 }

@@ -81,8 +81,9 @@ std::string rate_text(int64_t n, double seconds) {
 }
 
 Speaker::Speaker(const SpeakOptions& options, std::optional<int64_t> most_prompt) : options_(options), model_(open_model(options.model)) {
+  // Deferred where the system refuses a thread: then it is made below, when it is asked for.
   std::future<std::unique_ptr<Tokenizer>> tokenizer =
-      std::async(std::launch::async, [this] { return require_tokenizer(*model_.checkpoint); });
+      std::async(std::launch::async | std::launch::deferred, [this] { return require_tokenizer(*model_.checkpoint); });
   for (const std::string& warning : model_.checkpoint->warnings()) print_warning(warning);
   backend_ = make_backend(options_.device);
   warn_of_idle_options(options_.device, *backend_, model_.program);

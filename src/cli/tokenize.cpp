@@ -32,6 +32,7 @@ int tokenize(const TokenizeOptions& options) {
   if (!options.has_text && is_terminal(kStandardInput))
     throw UsageError("TEXT is missing: give it on the command line or on standard input");
   const std::unique_ptr<Checkpoint> checkpoint = open_checkpoint(options.model);
+  for (const std::string& warning : checkpoint->warnings()) print_warning(warning);
   const std::unique_ptr<Tokenizer> tokenizer = require_tokenizer(*checkpoint);
   const std::string text = options.has_text ? options.text : read_input();
   const std::vector<int32_t> ids = options.bos ? encode_raw_prompt(*tokenizer, text, options.parse_special)

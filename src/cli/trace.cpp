@@ -82,12 +82,11 @@ int run_trace(const TraceOptions& options) {
 
   std::unique_ptr<Backend> backend = make_backend(options.device);
   warn_of_idle_options(options.device, *backend, model.program);
-  const std::vector<SequenceTrace> traces =
-      load_on(options.device, backend, [&](Backend& device) { return beryl::trace(model.program, device, request); });
+  const std::vector<SequenceTrace> traces = naming_model(options.model, [&] {
+    return load_on(options.device, backend, [&](Backend& device) { return beryl::trace(model.program, device, request); });
+  });
   const SequenceTrace& trace = traces.front();
 
-  if (!std::all_of(trace.logits.begin(), trace.logits.end(), [](float value) { return std::isfinite(value); }))
-    print_warning("some logits are NaN or infinite: the model or its file is broken");
   const int64_t model_dim = model.config.model_dim;
   std::vector<SafetensorsTensor> tensors;
   tensors.push_back(tensor("ids", Format::kI32, {n_tokens}, ids));
@@ -100,6 +99,10 @@ int run_trace(const TraceOptions& options) {
   if (options.n_greedy > 0) tensors.push_back(tensor("greedy", Format::kI32, {options.n_greedy}, trace.greedy));
   write_safetensors(options.output, tensors,
                     {{"engine", "beryl " BERYL_VERSION}, {"device", std::string(backend->name())}});
+  // Written all the same: with --layers it shows where they begin.
+  if (!std::all_of(trace.logits.begin(), trace.logits.end(), [](float value) { return std::isfinite(value); }))
+    throw Error(ErrorCode::kBadInput,
+                fmt::format("{}: some logits are NaN or infinite: the file is broken ({} shows which)", options.model, options.output));
   return 0;
 }
 

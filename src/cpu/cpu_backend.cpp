@@ -107,8 +107,7 @@ void require_memory_to_pack(int64_t n_bytes) {
   const int64_t available = available_memory_bytes();
   if (n_bytes <= available) return;
   throw Error(ErrorCode::kOutOfMemory,
-              fmt::format("out of memory: {} need {:.1f} GB, {:.1f} GB are free; --exact reads them in the file instead, which is slower",
-                          kPackedLabel, static_cast<double>(n_bytes) * 1e-9, static_cast<double>(available) * 1e-9));
+              fmt::format("{}; --exact reads them in the file instead, which is slower", out_of_memory(kPackedLabel, n_bytes).what()));
 }
 
 class ScratchCounter {

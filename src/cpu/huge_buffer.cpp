@@ -2,9 +2,7 @@
 
 #include <sys/mman.h>
 
-#include <fmt/format.h>
-
-#include "base/error.h"
+#include "base/system_memory.h"
 
 namespace beryl {
 
@@ -20,7 +18,7 @@ HugeBuffer::HugeBuffer(const char* label, size_t bytes) : bytes_(bytes) {
   mapping_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping_ == MAP_FAILED) {
     mapping_ = nullptr;
-    throw Error(ErrorCode::kOutOfMemory, fmt::format("out of memory: {} needs {} bytes", label, bytes));
+    throw out_of_memory(label, static_cast<int64_t>(bytes));
   }
   const size_t misaligned = reinterpret_cast<size_t>(mapping_) % kHugePage;
   data_ = static_cast<uint8_t*>(mapping_) + (misaligned == 0 ? 0 : kHugePage - misaligned);

@@ -18,6 +18,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/threads.h"
 #include "weights/quote.h"
 
 namespace beryl {
@@ -158,8 +159,8 @@ ThreadPool::ThreadPool(int n_threads) : stretches_(static_cast<size_t>(n_threads
   } catch (const std::system_error& error) {
     const size_t n_made = workers_.size() + 1;
     stop();
-    throw Error(ErrorCode::kIo, fmt::format("the system lets this process have {} of {} threads ({}); --threads asks for fewer", n_made,
-                                                     n_threads, error.code().message()));
+    throw Error(ErrorCode::kIo, fmt::format("the system lets this process have {} of {} threads to compute with: {}; --threads asks for fewer",
+                                            n_made, n_threads, refusal_words(error.code().value())));
   }
   for (size_t i = 0; i < cores.size(); ++i) {
     cpu_set_t set;

@@ -14,6 +14,9 @@
 // Where there are as many threads as physical cores that the process may use, each worker is bound to a core of its own. With
 // fewer, or more, or a CPU quota, the system places them: which cores are free it knows better. BERYL_PIN_THREADS=0 in the environment:
 // never; 1, or nothing: as said; another value is refused.
+//
+// The calling thread is never bound: threads that it starts later, and pools that ask which cores there are, would take over its one core;
+// who calls may be another thread than who made the pool; and it was measured to gain nothing (docs/performance.md).
 #pragma once
 
 #include <atomic>

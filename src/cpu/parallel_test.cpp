@@ -197,7 +197,7 @@ TEST(ThreadPoolDeathTest, ThreadsThatTheSystemRefusesAreAnError) {
     }
     std::exit(0);
   };
-  EXPECT_EXIT(make(), testing::ExitedWithCode(3), "lets this process have .* of 1000 threads");
+  EXPECT_EXIT(make(), testing::ExitedWithCode(3), "lets this process have .* of 1000 threads to compute with: .*ulimit -v.*--threads");
 }
 
 TEST(UsableCoresTest, AreBetweenOneAndAllHardwareThreads) {

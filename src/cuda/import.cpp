@@ -10,6 +10,7 @@
 #include <thread>
 #include <tuple>
 
+#include "base/threads.h"
 #include "cuda/device_memory.h"
 
 namespace beryl::cuda {
@@ -36,10 +37,10 @@ void parallel_for(int64_t n, const std::function<void(int64_t)>& body) {
       if (!failure) failure = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
-  for (int64_t i = 1; i < n_threads; ++i) threads.emplace_back(work);
-  work();
-  for (std::thread& thread : threads) thread.join();
+  {
+    const std::vector<std::jthread> others = start_helpers(static_cast<int>(n_threads), [&](int) { work(); });
+    work();
+  }
   if (failure) std::rethrow_exception(failure);
 }
 

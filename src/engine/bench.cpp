@@ -46,7 +46,7 @@ RunLimits limits_of(const Program& program, const Backend& backend, const std::v
 
 // Speeds of a model whose numbers have become NaN would be those of another computation (and look as good).
 [[noreturn]] void refuse_numbers() {
-  throw Error(ErrorCode::kBadInput, "the model computes no finite numbers, so its speed would mean nothing: the file is broken");
+  throw NotFinite("computes no finite numbers, so its speed would mean nothing: the file is broken");
 }
 
 // After a step that sampled.

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/threads.h"
 #include "ops/sample.h"
 
 namespace beryl {
@@ -78,7 +79,7 @@ Engine::Engine(const Program& program, const EngineLimits& limits, Backend& back
   BERYL_CHECK(limits_.run.step_tokens > limits_.run.n_sequences, "a step has room for every sequence and a prompt");
   for (int slot = limits_.run.n_sequences - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   publish();
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread("the engine's thread", [this] { run(); });
 }
 
 Engine::~Engine() {

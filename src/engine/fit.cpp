@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 
 namespace beryl {
 namespace {
@@ -16,8 +17,10 @@ constexpr int64_t kWorthAWord = 16;
 constexpr int kLargestChunk = 2048;
 constexpr int64_t kChunkShare = 16;
 
+// Of a device's own memory; on a host without the pages of the file.
 int64_t needed_bytes(const Program& program, const RunLimits& run, const Backend& backend) {
-  return backend.taken_bytes(plan_memory(program, run, backend).allocations);
+  const MemoryPlan plan = plan_memory(program, run, backend);
+  return backend.memory() ? backend.taken_bytes(plan.allocations) : plan.total();
 }
 
 RunLimits with_context(RunLimits run, int64_t context) {
@@ -64,6 +67,12 @@ void require_memory(const Program& program, const RunLimits& run, const Backend&
   const int64_t context = largest_context(program, run, backend, memory->free_bytes);
   text += context > 0 ? fmt::format("; {} would fit", run_words(run, context)) : "; no context fits";
   throw Error(ErrorCode::kOutOfMemory, text);
+}
+
+std::string smaller_context_words(const Program& program, const RunLimits& run, const Backend& backend, int64_t free_bytes) {
+  if (needed_bytes(program, run, backend) <= free_bytes) return "";   // it is not the context that is too large
+  const int64_t context = largest_context(program, run, backend, free_bytes);
+  return context > 0 ? fmt::format("; {} would fit", run_words(run, context)) : "";
 }
 
 int fitting_chunk(const Program& program, RunLimits run, const Backend& backend, int otherwise) {

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 #include "engine/stepper.h"
 #include "model/synthetic.h"
 
@@ -149,6 +150,20 @@ TEST_F(FitTest, HostBackendsLeaveItToTheMachine) {
   RunLimits run;
   run.context = int64_t{1} << 20;
   EXPECT_NO_THROW(require_memory(model_.program, run, *make_reference_backend(1)));
+}
+
+TEST_F(FitTest, AHostThatRefusesSaysWhichContextWouldFit) {
+  const std::unique_ptr<Backend> host = make_reference_backend(1);
+  RunLimits run;
+  const auto bytes_with = [&](int64_t context) {
+    run.context = context;
+    return plan_memory(model_.program, run, *host).total();   // without the mapped file
+  };
+  const int64_t of_1024 = bytes_with(1024), of_4096 = bytes_with(4096);
+  EXPECT_EQ(smaller_context_words(model_.program, run, *host, of_4096), "");   // it fits: something else is wrong
+  EXPECT_EQ(smaller_context_words(model_.program, run, *host, of_1024), "; a context of 1024 would fit");
+  EXPECT_EQ(smaller_context_words(model_.program, run, *host, of_1024 - 1), "; a context of 960 would fit");
+  EXPECT_EQ(smaller_context_words(model_.program, run, *host, 1000), "");
 }
 
 }  // namespace

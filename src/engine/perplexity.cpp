@@ -103,9 +103,8 @@ class Reader {
     const auto vocab = static_cast<size_t>(vocab_);
     const std::optional<Distribution> distribution = distribution_of(std::span(logits_).subspan(row * vocab, vocab));
     if (!distribution)
-      throw Error(ErrorCode::kBadInput,
-                  fmt::format("{}: the logits after token {} of window {} are not finite; both count from 0", name_,
-                              window_row, window));
+      throw NotFinite(fmt::format("the logits after token {} of window {} are not finite on {}; both count from 0",
+                                  window_row, window, name_));
     nll_.add(-distribution->log_probability(static_cast<size_t>(next)));
     return *distribution;
   }

@@ -256,8 +256,8 @@ TEST_P(PerplexityTest, LogitsThatAreNotFiniteAreNamed) {
     return message_of(model_.program, *backend_, nullptr, request);
   };
   const std::string name(backend_->name());
-  EXPECT_EQ(refused(20 + 3), name + ": the logits after token 10 of window 1 are not finite; both count from 0");
-  EXPECT_EQ(refused(40 + 17), name + ": the logits after token 17 of window 2 are not finite; both count from 0");
+  EXPECT_EQ(refused(20 + 3), "the logits after token 10 of window 1 are not finite on " + name + "; both count from 0");
+  EXPECT_EQ(refused(40 + 17), "the logits after token 17 of window 2 are not finite on " + name + "; both count from 0");
   EXPECT_EQ(refused(59), "");
 }
 

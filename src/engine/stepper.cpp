@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 #include "engine/fit.h"
 
 namespace beryl {
@@ -12,7 +13,13 @@ namespace {
 
 std::unique_ptr<Executor> prepare(const Program& program, const RunLimits& run, const StepLimits& limits, Backend& backend) {
   require_memory(program, run, backend);
-  return backend.prepare(program, limits);
+  try {
+    return backend.prepare(program, limits);
+  } catch (const Error& error) {
+    // A host lends more than it has, so only its refusal shows what is too much.
+    if (error.code != ErrorCode::kOutOfMemory || backend.memory()) throw;
+    throw Error(error.code, error.what() + smaller_context_words(program, run, backend, available_memory_bytes()));
+  }
 }
 
 std::vector<int> windows_of(const Program& program) {

@@ -87,7 +87,7 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
                   "context fits");
       const auto last = traces[s].logits.end() - vocab;
       if (!std::all_of(last, traces[s].logits.end(), [](float value) { return std::isfinite(value); }))
-        throw Error(ErrorCode::kBadInput, fmt::format("sequence {}: the last logits are not finite, so no id follows", s));
+        throw NotFinite("the last logits are not finite, so no id follows: the file is broken");
       next[s] = static_cast<int32_t>(std::max_element(last, traces[s].logits.end()) - last);
       traces[s].greedy.push_back(next[s]);
     }
@@ -103,7 +103,7 @@ std::vector<SequenceTrace> trace(const Program& program, Backend& backend, const
       const std::vector<Sampled> sampled = stepper.samples();
       for (size_t s = 0; s < traces.size(); ++s) {
         if (!sampled[s].valid)
-          throw Error(ErrorCode::kBadInput, fmt::format("sequence {}: the logits after {} ids are not finite", s, i));
+          throw NotFinite(fmt::format("the logits after {} greedy ids are not finite: the file is broken", i));
         traces[s].greedy.push_back(sampled[s].id);
       }
     }

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/system_memory.h"
 
 namespace beryl {
 
@@ -54,18 +55,6 @@ MemoryPlan plan_memory(const Program& program, const RunLimits& run, const Backe
   plan.limits = limits_for(program, run);
   plan.allocations = backend.plan(program, plan.limits);
   return plan;
-}
-
-std::string human_bytes(int64_t bytes) {
-  static constexpr const char* kUnits[] = {"B", "kB", "MB", "GB", "TB"};
-  double value = static_cast<double>(bytes);
-  size_t unit = 0;
-  while (value >= 999.5 && unit + 1 < std::size(kUnits)) {
-    value /= 1000;
-    ++unit;
-  }
-  if (unit == 0) return fmt::format("{} B", bytes);
-  return fmt::format("{:.{}f} {}", value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0, kUnits[unit]);
 }
 
 std::string to_text(const MemoryPlan& plan, const Program& program) {

@@ -44,7 +44,4 @@ MemoryPlan plan_memory(const Program& program, const RunLimits& run, const Backe
 // As `beryl inspect --plan` prints it: a line a kind, caches by group with their pages, the sum.
 std::string to_text(const MemoryPlan& plan, const Program& program);
 
-// "1.2 GB": decimal units, three digits.
-std::string human_bytes(int64_t bytes);
-
 }  // namespace beryl

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "base/system_memory.h"
 #include "model/synthetic.h"
 
 namespace beryl {
@@ -118,15 +119,6 @@ TEST(MemoryPlanTest, EverySequenceHasPagesForItsWholeContext) {
   run.n_outputs = 100;
   EXPECT_EQ(limits_of(0, run).max_tokens, 70);
   EXPECT_EQ(limits_of(0, run).max_outputs, 70);
-}
-
-TEST(MemoryPlanTest, BytesReadAsThreeDigits) {
-  const std::pair<int64_t, const char*> known[] = {
-      {0, "0 B"}, {1, "1 B"}, {999, "999 B"}, {1000, "1.00 kB"}, {1234, "1.23 kB"}, {9994, "9.99 kB"},
-      {9996, "10.0 kB"}, {99'940, "99.9 kB"}, {99'960, "100 kB"}, {999'499, "999 kB"}, {999'500, "1.00 MB"},
-      {12'345'678, "12.3 MB"}, {1'250'000'000, "1.25 GB"}, {7'000'000'000'000, "7.00 TB"},
-      {5'000'000'000'000'000, "5000 TB"}};
-  for (const auto& [bytes, text] : known) EXPECT_EQ(human_bytes(bytes), text) << bytes;
 }
 
 TEST(MemoryPlanTest, TextAddsUp) {

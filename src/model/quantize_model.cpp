@@ -256,7 +256,7 @@ QuantizeResult write_model_folder(const QuantizePlan& plan, const std::string& d
   }
   // "format" is what transformers looks for; a folder of floats is a model for it too.
   QuantizeResult result = write_quantized(folder.partial_path() + "/" + kWeightsFile, plan.tensors, options.n_threads,
-                                          {{"format", "pt"}}, options.keep_going);
+                                          {{"format", "pt"}}, options.keep_going, folder.path() + "/" + kWeightsFile);
   if (result.finished) folder.commit();
   return result;
 }

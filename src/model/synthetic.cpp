@@ -10,7 +10,7 @@
 #include <fmt/ranges.h>
 
 #include "base/error.h"
-#include "model/memory_plan.h"
+#include "base/system_memory.h"
 #include "ops/random_matrix.h"
 
 namespace beryl {
@@ -269,8 +269,7 @@ class SyntheticSource final : public TensorSource {
     try {
       return std::make_shared<std::vector<std::byte>>(static_cast<size_t>(n_bytes));
     } catch (const std::bad_alloc&) {
-      throw Error(ErrorCode::kOutOfMemory,
-                  fmt::format("out of memory: random weights in {} need {}", info(format).name, human_bytes(n_bytes)));
+      throw out_of_memory(fmt::format("random weights in {}", info(format).name), n_bytes);
     }
   }
 

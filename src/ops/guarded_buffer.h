@@ -11,9 +11,7 @@
 #include <string>
 #include <utility>
 
-#include <fmt/format.h>
-
-#include "base/error.h"
+#include "base/system_memory.h"
 
 namespace beryl {
 
@@ -28,8 +26,7 @@ class GuardedBuffer {
   GuardedBuffer(std::string label, size_t bytes, PageSize page_size = PageSize::kDefault)
       : label_(std::move(label)), bytes_(bytes) {
     block_ = std::calloc(1, bytes + kGuardBytes + kAlignment);
-    if (block_ == nullptr)
-      throw Error(ErrorCode::kOutOfMemory, fmt::format("out of memory: {} needs {} bytes", label_, bytes));
+    if (block_ == nullptr) throw out_of_memory(label_, static_cast<int64_t>(bytes));
     if (page_size == PageSize::kHuge) advise_huge_pages(block_, bytes);
     const size_t misaligned = reinterpret_cast<size_t>(block_) % kAlignment;
     data_ = static_cast<unsigned char*>(block_) + (misaligned == 0 ? 0 : kAlignment - misaligned);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/threads.h"
 #include "ops/backend.h"
 #include "ops/host_executor.h"
 #include "weights/host_matrix.h"
@@ -32,10 +33,10 @@ void parallel_slices(int n_threads, int64_t count, int64_t work, const Body& bod
     body(int64_t{0}, count);
     return;
   }
-  std::vector<std::thread> threads;
-  for (int64_t i = 0; i < n_slices; ++i)
-    threads.emplace_back([&, i] { body(count * i / n_slices, count * (i + 1) / n_slices); });
-  for (std::thread& thread : threads) thread.join();
+  const auto slice = [&](int64_t i) { body(count * i / n_slices, count * (i + 1) / n_slices); };
+  const std::vector<std::jthread> helpers = start_helpers(static_cast<int>(n_slices), slice);
+  slice(0);
+  for (auto i = static_cast<int64_t>(helpers.size()) + 1; i < n_slices; ++i) slice(i);   // the system has no thread for them
 }
 
 class ReferenceExecutor final : public HostExecutor<double> {

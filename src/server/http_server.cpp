@@ -4,24 +4,44 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstdarg>
+#include <cstdio>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/threads.h"
 
 namespace beryl::server {
 namespace {
 
 // A body beyond the limit is read and dropped up to here, so that its sender hears the answer; then it is cut off.
 constexpr uint64_t kDroppedBytes = 64 << 20;
+
+// What would help, where that is known.
+std::string advice_for(int error) {
+  switch (error) {
+    case EADDRINUSE: return "; another program listens there: --port takes another, 0 any free one";
+    case EACCES: return "; ports below 1024 are the superuser's: --port takes another";
+    case EADDRNOTAVAIL: return "; --host takes an address of this machine";
+    case EMFILE: {
+      rlimit files = {};
+      getrlimit(RLIMIT_NOFILE, &files);
+      return fmt::format("; this process may have {} files and connections open (ulimit -n): raise that", files.rlim_cur);
+    }
+    default: return "";
+  }
+}
 
 // A listening socket, and the port that it got.
 int listen_on(const std::string& host, int port, int& bound_port) {
@@ -39,7 +59,7 @@ int listen_on(const std::string& host, int port, int& bound_port) {
   if (listener < 0 || bind(listener, addresses->ai_addr, addresses->ai_addrlen) != 0 || listen(listener, 128) != 0) {
     const int error = errno;
     if (listener >= 0) close(listener);
-    throw Error(ErrorCode::kIo, fmt::format("{}:{} can not be listened on: {}", host, port, std::strerror(error)));
+    throw Error(ErrorCode::kIo, fmt::format("{}:{} can not be listened on: {}{}", host, port, std::strerror(error), advice_for(error)));
   }
   sockaddr_storage address = {};
   socklen_t length = sizeof address;
@@ -77,6 +97,29 @@ struct Stream {
 };
 
 }  // namespace
+
+// What the library says while it starts: why it does not. Later it says how connections end, which nobody needs to read.
+struct HttpStartLog {
+  std::string text;   // the last line
+  int error = 0;      // errno at that time
+  const std::thread::id starter = std::this_thread::get_id();   // nobody else touches the two
+
+  static void add(void* self, const char* format, va_list arguments) {
+    const int error = errno;
+    auto& log = *static_cast<HttpStartLog*>(self);
+    if (std::this_thread::get_id() != log.starter) return;
+    char line[256];
+    std::vsnprintf(line, sizeof line, format, arguments);
+    log.error = error;
+    log.text = line;
+    while (!log.text.empty() && (log.text.back() == '\n' || log.text.back() == '.')) log.text.pop_back();
+  }
+  std::string reason() const {
+    if (error == EMFILE || error == ENFILE) return fmt::format("{}{}", std::strerror(error), advice_for(error));
+    if (error == EAGAIN || error == ENOMEM) return fmt::format("a thread was refused: {}", refusal_words(error));
+    return text.empty() ? "the library tells no reason" : text;
+  }
+};
 
 struct HttpCallbacks {
   static MHD_Result header(void* exchange, MHD_ValueKind, const char* name, const char* value) {
@@ -186,8 +229,10 @@ HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limi
   listener_ = listen_on(host, port, port_);
   // Some connections more than wanted, which hear that they should come back.
   const int n_connections = limits.max_connections + limits.max_connections / 4 + 8;
-  daemon_ = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC, 0, nullptr,
-                             nullptr, &HttpCallbacks::access, this,
+  log_ = std::make_unique<HttpStartLog>();
+  daemon_ = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG,
+                             0, nullptr, nullptr, &HttpCallbacks::access, this,
+                             MHD_OPTION_EXTERNAL_LOGGER, &HttpStartLog::add, log_.get(),   // the first, so that it hears of the others
                              MHD_OPTION_LISTEN_SOCKET, listener_,
                              MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(n_connections),
                              MHD_OPTION_CONNECTION_MEMORY_LIMIT, limits.max_header_bytes,
@@ -196,7 +241,7 @@ HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limi
                              MHD_OPTION_NOTIFY_CONNECTION, &HttpCallbacks::connection, this, MHD_OPTION_END);
   if (daemon_ == nullptr) {
     close(listener_);
-    throw Error(ErrorCode::kIo, fmt::format("{}:{}: the HTTP server could not be started", host, port));
+    throw Error(ErrorCode::kIo, fmt::format("{}:{}: the HTTP server could not be started: {}", host, port, log_->reason()));
   }
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,6 +18,8 @@
 struct MHD_Daemon;
 
 namespace beryl::server {
+
+struct HttpStartLog;
 
 struct HttpLimits {
   int max_connections = 128;          // more are told to come back later
@@ -52,7 +55,8 @@ struct HttpResponse {
 class HttpServer {
  public:
   using Handler = std::function<HttpResponse(HttpRequest&)>;
-  // too_large: what to answer to a body beyond the limit. Throws Error(kIo) when the address can not be listened on.
+  // too_large: what to answer to a body beyond the limit. Throws Error(kIo) when the address can not be listened on, or threads
+  // or files are refused: with the reason, and what would help.
   HttpServer(const std::string& host, int port, const HttpLimits& limits, Handler handler, std::function<HttpResponse()> too_large);
   // Ends all connections.
   ~HttpServer();
@@ -74,6 +78,7 @@ class HttpServer {
   std::atomic<int> n_connections_ = 0, n_active_ = 0;
   int port_ = 0;
   int listener_ = -1;   // ours again once the daemon was told to stop accepting
+  std::unique_ptr<HttpStartLog> log_;
   MHD_Daemon* daemon_ = nullptr;
 };
 

@@ -512,6 +512,18 @@ struct GgufFile {
   std::vector<std::string> warnings;
 };
 
+// Behind `end`, of the last tensor or the header, lies padding, or nothing. What else lies there was put there by somebody else, or is the
+// rest of a larger file that was written over: it hurts nobody, and is told.
+void warn_of_rest(GgufFile& file, uint64_t end, uint32_t alignment) {
+  const std::span<const std::byte> rest = file.mapped.bytes().subspan(std::min<uint64_t>(end, file.mapped.bytes().size()));
+  const uint64_t padding = (alignment - end % alignment) % alignment;
+  const bool is_zero = std::all_of(rest.begin(), rest.begin() + static_cast<std::ptrdiff_t>(std::min<uint64_t>(padding, rest.size())),
+                                   [](std::byte byte) { return byte == std::byte{0}; });
+  if (is_zero && rest.size() <= padding) return;
+  file.warnings.push_back(fmt::format("{}: {} bytes after the last tensor belong to nothing and are ignored", file.mapped.path(),
+                                      is_zero ? rest.size() - padding : rest.size()));
+}
+
 std::unique_ptr<GgufFile> read_gguf(const std::string& path) {
   auto file = std::make_unique<GgufFile>(path);
   Cursor cursor(path, file->mapped.bytes());
@@ -547,7 +559,10 @@ std::unique_ptr<GgufFile> read_gguf(const std::string& path) {
 
   std::vector<PlacedTensor> placed;
   for (uint64_t i = 0; i < n_tensors; ++i) placed.push_back(read_tensor(cursor, i, alignment));
-  if (placed.empty()) return file;  // a vocabulary alone; the padding may be missing then
+  if (placed.empty()) {   // a vocabulary alone; the padding may be missing then
+    warn_of_rest(*file, cursor.offset(), alignment);
+    return file;
+  }
 
   const uint64_t data_start = (cursor.offset() + alignment - 1) / alignment * alignment;
   const uint64_t file_bytes = file->mapped.bytes().size();
@@ -570,9 +585,7 @@ std::unique_ptr<GgufFile> read_gguf(const std::string& path) {
                             before.offset, before.n_bytes, quote(after.info.name), after.offset));
   }
   const PlacedTensor& last = placed[order.back()];
-  if (data_bytes - last.offset - last.n_bytes >= alignment)
-    file->warnings.push_back(fmt::format("{}: {} bytes after the last tensor belong to nothing and are ignored", path,
-                                         data_bytes - last.offset - last.n_bytes));
+  warn_of_rest(*file, data_start + last.offset + last.n_bytes, alignment);
   file->tensors.reserve(placed.size());
   for (PlacedTensor& tensor : placed) file->tensors.push_back(std::move(tensor.info));
   return file;
@@ -660,7 +673,7 @@ class GgufFolderCheckpoint final : public Checkpoint {
   const Metadata& metadata() const override { return metadata_->metadata; }
   std::span<const TensorInfo> tensors() const override { return tensors_.tensors(); }
   const TensorInfo* find(std::string_view name) const override { return tensors_.find(name); }
-  std::span<const std::string> warnings() const override { return {}; }
+  std::span<const std::string> warnings() const override { return metadata_->warnings; }
 
  private:
   const std::string folder_;

@@ -425,6 +425,35 @@ TEST(GgufTest, BytesAfterTheLastTensorAreToleratedWithAWarning) {
   EXPECT_NE(checkpoint->warnings()[0].find("100 bytes after the last tensor"), std::string::npos);
 }
 
+// The last tensor ends 20 bytes into a unit of 32: up to 12 bytes of zeros behind it are padding.
+TEST(GgufTest, PaddingIsNoRestAndAnythingElseIs) {
+  const TempFolder folder;
+  const auto warnings_of = [&](const std::string& behind) {
+    GgufBuilder file;
+    file.tensor("a", {5}, kTensorF32, zeros(20));
+    const auto checkpoint = open_gguf(folder.write("m.gguf", file.build() + behind));
+    return std::vector<std::string>(checkpoint->warnings().begin(), checkpoint->warnings().end());
+  };
+  for (const size_t n : {size_t{0}, size_t{1}, size_t{12}}) EXPECT_TRUE(warnings_of(zeros(n)).empty()) << n;
+  const std::vector<std::pair<std::string, std::string>> rests = {
+      {zeros(13), ": 1 bytes after"}, {zeros(12) + "x", ": 1 bytes after"}, {"x", ": 1 bytes after"}, {zeros(11) + "x", ": 12 bytes after"},
+      {zeros(12) + "appended text", ": 13 bytes after"}};
+  for (const auto& [behind, expected] : rests) {
+    const std::vector<std::string> warnings = warnings_of(behind);
+    ASSERT_EQ(warnings.size(), 1u) << expected;
+    EXPECT_NE(warnings[0].find("m.gguf" + expected), std::string::npos) << warnings[0];
+  }
+}
+
+TEST(GgufTest, BytesAfterAHeaderWithoutTensorsAreToldToo) {
+  const TempFolder folder;
+  GgufBuilder file;
+  file.text("general.architecture", "llama");
+  const std::string header = file.build();
+  EXPECT_TRUE(open_gguf(folder.write("m.gguf", header))->warnings().empty());
+  EXPECT_EQ(open_gguf(folder.write("m.gguf", header + std::string(64, 'x')))->warnings().size(), 1u);
+}
+
 TEST(GgufTest, BlockCountMustBeAModerateInteger) {
   const auto with = [](const std::function<void(GgufBuilder&)>& add) {
     GgufBuilder file;

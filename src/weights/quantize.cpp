@@ -15,6 +15,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "base/threads.h"
 #include "weights/encode.h"
 #include "weights/quote.h"
 
@@ -48,8 +49,7 @@ void for_each_item(int64_t n_items, int n_threads, const Body& body) {
   };
   {
     // A chunk takes long enough for starting threads to cost nothing.
-    std::vector<std::jthread> others;
-    for (int thread = 1; thread < std::min<int64_t>(n_threads, n_items); ++thread) others.emplace_back(work, thread);
+    const std::vector<std::jthread> others = start_helpers(static_cast<int>(std::min<int64_t>(n_threads, n_items)), work);
     work(0);
   }
   if (error) std::rethrow_exception(error);
@@ -247,7 +247,7 @@ class Stream {
 
 QuantizeResult write_quantized(const std::string& path, std::span<const QuantizeTensor> tensors, int n_threads,
                                const std::vector<std::pair<std::string, std::string>>& metadata,
-                               const std::function<bool(const QuantizeProgress&)>& keep_going) {
+                               const std::function<bool(const QuantizeProgress&)>& keep_going, const std::string& shown_path) {
   constexpr size_t kNone = SIZE_MAX;
   std::vector<TensorRows> rows;
   std::vector<SafetensorsEntry> entries;
@@ -265,7 +265,7 @@ QuantizeResult write_quantized(const std::string& path, std::span<const Quantize
     if (has_scale) entries.push_back({tensors[i].entry.name + std::string(kScaleSuffix), Format::kF32, {1}});
   }
 
-  SafetensorsWriter writer(path, std::move(entries), metadata);
+  SafetensorsWriter writer(path, std::move(entries), metadata, shown_path);
   Stream stream(writer, std::max(n_threads, 1), n_weights, keep_going);
   QuantizeResult result;
   result.errors.resize(tensors.size());

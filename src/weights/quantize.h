@@ -47,9 +47,9 @@ struct QuantizeResult {
 // Writes the safetensors file at `path`. keep_going is called by this thread after every chunk (a few million weights)
 // and stops the work by returning false. A tensor with a scale of its own gets it beside it as NAME_scale.
 // Errors: kBadInput naming tensor, row, column and value for weights that are not finite or that the format cannot
-// hold; kIo. None leaves a file behind.
+// hold; kIo, naming shown_path as SafetensorsWriter does. None leaves a file behind.
 QuantizeResult write_quantized(const std::string& path, std::span<const QuantizeTensor> tensors, int n_threads,
                                const std::vector<std::pair<std::string, std::string>>& metadata,
-                               const std::function<bool(const QuantizeProgress&)>& keep_going);
+                               const std::function<bool(const QuantizeProgress&)>& keep_going, const std::string& shown_path = {});
 
 }  // namespace beryl

@@ -404,8 +404,8 @@ std::unique_ptr<Checkpoint> open_safetensors(const std::string& path) {
 // --- writing ---------------------------------------------------------------------------------------------------------
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
-                                     const std::vector<std::pair<std::string, std::string>>& metadata)
-    : path_(path), partial_path_(fmt::format("{}.partial-{}", path, ::getpid())) {
+                                     const std::vector<std::pair<std::string, std::string>>& metadata, const std::string& shown_path)
+    : path_(path), partial_path_(fmt::format("{}.partial-{}", path, ::getpid())), shown_path_(shown_path.empty() ? path : shown_path) {
   nlohmann::json formats = nlohmann::json::object();
   for (const SafetensorsEntry& entry : entries) {
     const FormatInfo& format = info(entry.format);
@@ -453,7 +453,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Safete
   std::vector<std::pair<std::string, nlohmann::ordered_json>> fields;
   nlohmann::ordered_json strings = nlohmann::ordered_json::object();
   for (const auto& [key, value] : metadata) {
-    if (strings.contains(key)) bad(path, fmt::format("metadata key {} occurs twice", quote(key)));
+    if (strings.contains(key)) bad(shown_path_, fmt::format("metadata key {} occurs twice", quote(key)));
     strings[key] = value;
   }
   if (!formats.empty()) strings[std::string(kFormatsKey)] = formats.dump();
@@ -471,7 +471,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Safete
   for (const Plane& plane : planes_) names.push_back(plane.name);
   std::sort(names.begin(), names.end());
   if (const auto twice = std::adjacent_find(names.begin(), names.end()); twice != names.end())
-    bad(path, fmt::format("tensor {} occurs twice", quote(*twice)));
+    bad(shown_path_, fmt::format("tensor {} occurs twice", quote(*twice)));
 
   std::string header = "{";
   try {
@@ -480,7 +480,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Safete
       header += nlohmann::json(name).dump() + ':' + value.dump();
     }
   } catch (const nlohmann::json::exception& exception) {
-    bad(path, fmt::format("a name or a metadata string is not UTF-8: {}", json_reason(exception)));
+    bad(shown_path_, fmt::format("a name or a metadata string is not UTF-8: {}", json_reason(exception)));
   }
   header += '}';
   header.append((8 - header.size() % 8) % 8, ' ');  // so that the data starts at a multiple of 8
@@ -488,7 +488,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Safete
 
   fd_ = ::open(partial_path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (fd_ < 0)
-    throw Error(ErrorCode::kIo, fmt::format("{}: cannot create: {}", partial_path_, std::strerror(errno)));
+    throw Error(ErrorCode::kIo, fmt::format("{}: cannot create: {}", shown_path_, std::strerror(errno)));
   const uint64_t header_bytes = header.size();
   data_start_ = 8 + header_bytes;
   try {
@@ -512,7 +512,7 @@ void SafetensorsWriter::write_at(uint64_t offset, std::span<const std::byte> byt
     const ssize_t n = ::pwrite(fd_, bytes.data(), bytes.size(), static_cast<off_t>(offset));
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0)
-      throw Error(ErrorCode::kIo, fmt::format("{}: cannot write {} bytes: {}", partial_path_, bytes.size(),
+      throw Error(ErrorCode::kIo, fmt::format("{}: cannot write {} bytes: {}", shown_path_, bytes.size(),
                                               std::strerror(errno)));
     bytes = bytes.subspan(static_cast<size_t>(n));
     offset += static_cast<uint64_t>(n);
@@ -538,9 +538,9 @@ void SafetensorsWriter::write_scales(size_t entry, std::span<const std::byte> by
 void SafetensorsWriter::finish() {
   for (const Plane& plane : planes_) BERYL_CHECK(plane.written == plane.n_bytes, "a tensor was not written to its end");
   if (::fsync(fd_) != 0)
-    throw Error(ErrorCode::kIo, fmt::format("{}: cannot sync: {}", partial_path_, std::strerror(errno)));
+    throw Error(ErrorCode::kIo, fmt::format("{}: cannot sync: {}", shown_path_, std::strerror(errno)));
   if (::rename(partial_path_.c_str(), path_.c_str()) != 0)
-    throw Error(ErrorCode::kIo, fmt::format("{}: cannot rename to {}: {}", partial_path_, path_, std::strerror(errno)));
+    throw Error(ErrorCode::kIo, fmt::format("{}: cannot be given its name: {}", shown_path_, std::strerror(errno)));
   ::close(fd_);
   fd_ = -1;
 }

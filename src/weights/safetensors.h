@@ -58,11 +58,11 @@ struct SafetensorsEntry {
 
 // Writes PATH.partial-PID and renames it to PATH in finish(), so that PATH never holds half a file. Planes may be
 // filled in any order, each front to back in pieces of any size. Throws Error(kIo), or Error(kBadInput) for names that
-// occur twice.
+// occur twice; both name shown_path (empty: PATH), for a file whose folder, too, gets its name later.
 class SafetensorsWriter {
  public:
   SafetensorsWriter(const std::string& path, std::vector<SafetensorsEntry> entries,
-                    const std::vector<std::pair<std::string, std::string>>& metadata = {});
+                    const std::vector<std::pair<std::string, std::string>>& metadata = {}, const std::string& shown_path = {});
   ~SafetensorsWriter();  // removes the partial file unless finish() has run
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
@@ -86,6 +86,7 @@ class SafetensorsWriter {
 
   std::string path_;
   std::string partial_path_;
+  std::string shown_path_;
   int fd_ = -1;
   uint64_t data_start_ = 0;
   std::vector<Plane> planes_;

@@ -307,7 +307,9 @@ TEST(SafetensorsWriterTest, NamesAndPathsAreChecked) {
                 {"'a_scale' occurs twice"});
   expect_caught(write({{"a\xff", Format::kF32, {1}}}), ErrorCode::kBadInput, {"not UTF-8"});
   expect_caught(write({}, {{"k", "1"}, {"k", "2"}}), ErrorCode::kBadInput, {"metadata key 'k' occurs twice"});
-  expect_caught(catch_error([&] { SafetensorsWriter(folder.path("no/x"), {}); }), ErrorCode::kIo, {"cannot create"});
+  expect_caught(catch_error([&] { SafetensorsWriter(folder.path("no/x"), {}); }), ErrorCode::kIo,
+                {folder.path("no/x") + ": cannot create: No such file"});
+  expect_caught(catch_error([&] { SafetensorsWriter(folder.path("no/x"), {}, {}, "model/x"); }), ErrorCode::kIo, {"model/x: cannot create"});
 }
 
 TEST(SafetensorsWriterTest, TensorsLieAtMultiplesOfTheirElement) {
