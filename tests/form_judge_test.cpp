@@ -75,8 +75,8 @@ TEST_F(FormJudgeTest, SaysWhatTheCompilerSays) {
   const ConstraintSpec specs[] = {regex("(abc|de)+f{1,3}"), regex("("), regex("[x-z]\\1"), regex(".?.?.?.?"), regex(long_text),
                                   {Kind::kJsonSchema, R"({"not": {}})", std::nullopt}, {Kind::kJsonObject, "", std::nullopt},
                                   {Kind::kJsonSchema, R"({"type": "string", "maxLength": 3})", std::nullopt},
-                                  {Kind::kNothing, "", CallSpec{CallNotation::kBare, R"([{"type": "function", "function": {"name": "f", "strict": true,
-                                   "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}}])", true}}};
+                                  {Kind::kNothing, "", CallSpec{CallNotation::kBare, R"([{"type": "function", "function": {"name": "f",
+                                   "strict": true, "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}}])", true}}};
   for (const ConstraintSpec& spec : specs) {
     std::string expected;
     try {
