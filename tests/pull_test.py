@@ -25,6 +25,7 @@ from pull_server import Content, Hub, git_sha1, make_gguf, send_file, send_statu
 MIB = 1 << 20
 beryl = None            # path
 QUICK = ("--retry-delay", "0")
+PATIENCE = 200          # seconds: where a test would hang, ctest's limit is not much longer
 
 
 class PullCase(unittest.TestCase):
@@ -608,18 +609,22 @@ class AddressTest(PullCase):
     def interrupted(self, serve, *arguments, how=signal.SIGINT):
         """A pull that is interrupted when the server has sent what `serve` lets go and waits."""
         reached, leave = threading.Event(), threading.Event()
+        self.addCleanup(leave.set)
 
         def hold(handler):
             reached.set()
-            leave.wait(60)
+            leave.wait()
         self.content.faults["/m.gguf"] = [functools.partial(serve, then=hold)]
         if not serve.keywords["headers"]:               # no version is named, so the second request asks for all of it
             self.content.faults["/m.gguf"].insert(0, functools.partial(send_file, data=serve.keywords["data"]))
-        process = self.beryl.start("pull", self.url, *QUICK, *arguments)
-        self.assertTrue(reached.wait(60))
-        wait_until(lambda: any(path.stat().st_size >= 600_000 for path in (self.store / "partial").glob("*.part")))
+        # Neither side gives up waiting, however late the signal comes on a busy machine: a second try would fetch all of it.
+        process = self.beryl.start("pull", self.url, *QUICK, "--stall", "3600", *arguments)
+        self.addCleanup(process.kill)
+        self.assertTrue(reached.wait(PATIENCE))
+        wait_until(lambda: any(path.stat().st_size >= 600_000 for path in (self.store / "partial").glob("*.part")), PATIENCE)
+        self.assertIsNone(process.poll())
         process.send_signal(how)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=PATIENCE)
         leave.set()
         return process.returncode, stderr.decode()
 

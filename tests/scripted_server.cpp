@@ -21,6 +21,7 @@
 
 #include "base/error.h"
 #include "engine/engine.h"
+#include "engine/numberless_executor.h"
 #include "grammar/constraint.h"
 #include "ops/program.h"
 #include "server/api.h"
@@ -61,15 +62,13 @@ int32_t next_id(const std::vector<Script>& scripts, std::span<const int32_t> tex
   return -1;
 }
 
-class ScriptExecutor final : public Executor {
+class ScriptExecutor final : public test::NumberlessExecutor {
  public:
   ScriptExecutor(const std::vector<Script>& scripts, const Tokenizer& tokenizer, size_t n_ops, const StepLimits& limits)
-      : scripts_(scripts), tokenizer_(tokenizer), n_ops_(n_ops), limits_(limits) {
+      : NumberlessExecutor(limits), scripts_(scripts), tokenizer_(tokenizer), n_ops_(n_ops) {
     cache_.resize(static_cast<size_t>(limits.n_pages[0]) * kPageTokens);
   }
 
-  void set_input(const StepInput& input) override { input_ = input; }
-  void set_history(int, std::span<const int32_t>, std::span<const int32_t>) override {}
   void run(OpRange range) override {
     sampled_.clear();
     size_t next_output = 0;
@@ -85,22 +84,10 @@ class ScriptExecutor final : public Executor {
       ++input_.positions[i];
     }
   }
-  void synchronize() override {}
-  std::vector<Sampled> samples() override { return sampled_; }
-  void read_rows(int, int64_t, int64_t, float*) override {}
-  void write_rows(int, int64_t, int64_t, const float*) override {}
-  void read_cache(int, CachePart, int, int, float*) override {}
-  void write_cache(int, CachePart, int, int, const float*) override {}
-  std::vector<Allocation> allocations() const override { return {}; }
-  int cache_element_bytes() const override { return 1; }
-  int64_t position_bytes(int) const override { return 1; }
-  std::vector<std::string> damaged_guards() override { return {}; }
 
  private:
   int32_t& cache_at(int32_t sequence, int64_t position) {
-    const int n_entries = limits_.n_entries[0];
-    const int32_t page = input_.tables[0][static_cast<size_t>(sequence * n_entries + position / kPageTokens % n_entries)];
-    return cache_[static_cast<size_t>(page) * kPageTokens + static_cast<size_t>(position % kPageTokens)];
+    return cache_[static_cast<size_t>(slot_of(0, sequence, position))];
   }
   void sample(int32_t sequence, int64_t position, const uint32_t* allowed) {
     Ids text;
@@ -119,10 +106,7 @@ class ScriptExecutor final : public Executor {
   const std::vector<Script>& scripts_;
   const Tokenizer& tokenizer_;
   const size_t n_ops_;
-  const StepLimits limits_;
-  StepInput input_;
   Ids cache_;
-  std::vector<Sampled> sampled_;
 };
 
 class ScriptBackend final : public Backend {

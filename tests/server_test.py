@@ -651,6 +651,28 @@ class StructuredTest(ServerTest):
         self.chat(**tool({"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+b"}}}, strict=True))
         self.chat(**tool({"type": "object", "not": {}}))          # not strict: any object
 
+    def test_a_judge_of_forms_that_was_killed_is_replaced(self):
+        def judges():
+            found = []
+            for folder in pathlib.Path("/proc").iterdir():
+                try:
+                    if folder.name.isdigit():
+                        state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                        if int(parent) == self.server.process.pid and state != "Z":
+                            found.append(int(folder.name))
+                except OSError:                         # it has just ended
+                    pass
+            return found
+        for i in range(3):
+            answer = self.chat(max_tokens=2, response_format={"type": "regex", "pattern": f"killed {i}"})
+            self.assertEqual(answer["choices"][0]["message"]["content"], "ki")
+            running = judges()
+            self.assertIn(len(running), (1, 2))         # one a worker, once it has had something to do
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+            if i > 0:                                   # also while it is about to end
+                wait_until(lambda: not judges())
+
     def test_the_forms_of_strangers_do_not_pile_up(self):
         def memory():
             text = pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text()

@@ -15,6 +15,7 @@ struct Command {
 Command add_run_command(CLI::App& program);
 Command add_chat_command(CLI::App& program);
 Command add_serve_command(CLI::App& program);
+Command add_form_judge_command(CLI::App& program);
 Command add_inspect_command(CLI::App& program);
 Command add_tokenize_command(CLI::App& program);
 Command add_trace_command(CLI::App& program);

@@ -84,7 +84,8 @@ class HelpFormatter : public CLI::Formatter {
 
 std::string one_of(const std::vector<Command>& commands) {
   std::string names;
-  for (const Command& command : commands) names += (names.empty() ? "" : ", ") + command.app->get_name();
+  for (const Command& command : commands)
+    if (!command.app->get_group().empty()) names += (names.empty() ? "" : ", ") + command.app->get_name();
   return names;
 }
 
@@ -93,7 +94,7 @@ int run_program(int argc, char** argv) {
   program.formatter(std::make_shared<HelpFormatter>());
   program.set_help_flag("-h,--help", "show this help");
   program.set_version_flag("--version", "beryl " BERYL_VERSION);
-  const std::vector<Command> commands = {add_run_command(program), add_chat_command(program), add_serve_command(program), add_inspect_command(program),
+  const std::vector<Command> commands = {add_run_command(program), add_chat_command(program), add_serve_command(program), add_form_judge_command(program), add_inspect_command(program),
                                          add_tokenize_command(program), add_trace_command(program),
                                          add_bench_command(program), add_perplexity_command(program),
                                          add_verify_command(program), add_quantize_command(program),

@@ -18,22 +18,10 @@ void ReplyWriter::push(int32_t id) {
   const bool was_in_thought = parser_.in_thought();
   ReplyDelta delta;
   parser_.push(id, delta);
-  answer_ += delta.content;
-  thought_ += delta.reasoning;
   has_thought_ = has_thought_ || parser_.in_thought();
-  if (show_special_) {
-    if (was_in_thought != parser_.in_thought() && !was_in_thought) write(named_stream_.finish());
-    const std::string shown = named_stream_.push(id);
-    // The tokens around a thought are shown as a part of it.
-    if (was_in_thought || parser_.in_thought()) {
-      write_thought(shown);
-    } else {
-      write(shown);
-    }
-  } else {
-    write(delta.content);
-    write_thought(delta.reasoning);
-  }
+  if (show_special_ && parser_.in_thought() && !was_in_thought) write(named_stream_.finish());
+  // The tokens around a thought are shown as a part of it.
+  take(delta, show_special_ ? named_stream_.push(id) : "", was_in_thought || parser_.in_thought());
   if (was_in_thought && !parser_.in_thought()) {
     if (show_special_) write_thought(named_stream_.finish());
     end_line_of_thought();
@@ -44,23 +32,24 @@ void ReplyWriter::finish() {
   ReplyDelta delta;
   const bool in_thought = parser_.in_thought();
   parser_.finish(delta);
-  answer_ += delta.content;
-  thought_ += delta.reasoning;
-  if (show_special_) {
-    const std::string rest = named_stream_.finish();
-    if (in_thought) {
-      write_thought(rest);
-    } else {
-      write(rest);
-    }
-  } else {
-    write(delta.content);
-    write_thought(delta.reasoning);
-  }
+  take(delta, show_special_ ? named_stream_.finish() : "", in_thought);
   if (in_thought) {
     end_line_of_thought();
   } else if (line_open_) {
     write("\n");
+  }
+}
+
+void ReplyWriter::take(const ReplyDelta& delta, const std::string& named, bool in_thought) {
+  answer_ += delta.content;
+  thought_ += delta.reasoning;
+  if (!show_special_) {
+    write(delta.content);
+    write_thought(delta.reasoning);
+  } else if (in_thought) {
+    write_thought(named);
+  } else {
+    write(named);
   }
 }
 

@@ -27,6 +27,8 @@ class ReplyWriter {
   bool has_thought() const { return has_thought_; }
 
  private:
+  // What came; named: the same as named_stream_ gives it.
+  void take(const ReplyDelta& delta, const std::string& named, bool in_thought);
   void write(const std::string& text);
   void write_thought(const std::string& text);
   void end_line_of_thought();

@@ -124,7 +124,9 @@ int serve(const ServeOptions& options) {
   size_t longest = 1;
   for (int32_t id = 0; id < tokenizer->vocab_size(); ++id) longest = std::max(longest, tokenizer->token_bytes(id).size());
   ConstraintCompiler constraints(*tokenizer, model.config.vocab);
-  server::FormCompiler forms(constraints);
+  std::vector<std::string> judge;
+  if (has_constraints()) judge = {"/proc/self/exe", "form-judge", "--vocab", std::to_string(model.config.vocab), "--", options.model};
+  server::FormCompiler forms(constraints, server::FormLimits(), judge);
   const server::ServedModel served = {
       .id = name_of(options, model),
       .created = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count(),
@@ -169,7 +171,6 @@ int serve(const ServeOptions& options) {
   while (!drained)
     if (signals.came_within(std::chrono::milliseconds(50)) && !drained) std::_Exit(kExitInterrupted);
   drain.clear();
-  if (!forms.is_idle()) std::_Exit(0);   // a form that nobody waits for; nothing else is left to do
   return 0;
 }
 

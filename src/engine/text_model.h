@@ -5,15 +5,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "base/error.h"
 #include "base/rng.h"
+#include "engine/numberless_executor.h"
 #include "model/memory_plan.h"
 #include "ops/backend.h"
 #include "ops/program.h"
@@ -67,21 +71,22 @@ inline Program text_program(int window) {
   return program;
 }
 
-class TextExecutor final : public Executor {
+class TextExecutor final : public NumberlessExecutor {
  public:
-  TextExecutor(const Program& program, const StepLimits& limits, std::atomic<int>& fails_at, std::atomic<int64_t>& n_rows)
-      : program_(program), limits_(limits), fails_at_(fails_at), n_rows_(n_rows) {
+  TextExecutor(const Program& program, const StepLimits& limits, std::atomic<int>& fails_at, std::atomic<int64_t>& n_rows,
+               const std::atomic<int64_t>& most_rows)
+      : NumberlessExecutor(limits), program_(program), fails_at_(fails_at), n_rows_(n_rows), most_rows_(most_rows) {
     for (int n_pages : limits.n_pages) pages_.emplace_back(static_cast<size_t>(n_pages) * kPageTokens);
   }
 
   void set_input(const StepInput& input) override {
-    input_ = input;
+    NumberlessExecutor::set_input(input);
     EXPECT_LE(input.n_tokens(), limits_.max_tokens);
     EXPECT_LE(input.n_outputs(), limits_.max_outputs);
   }
-  void set_history(int, std::span<const int32_t>, std::span<const int32_t>) override {}
   void run(OpRange range) override {
     if (fails_at_ > 0 && --fails_at_ == 0) throw Error(ErrorCode::kDevice, "the device has failed, as the test wanted");
+    while (n_rows_ + input_.n_tokens() > most_rows_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     n_rows_ += input_.n_tokens();
     sampled_.clear();
     size_t next_output = 0;
@@ -98,16 +103,6 @@ class TextExecutor final : public Executor {
         ++input_.sampling[i].draw;
       }
   }
-  void synchronize() override {}
-  std::vector<Sampled> samples() override { return sampled_; }
-  void read_rows(int, int64_t, int64_t, float*) override {}
-  void write_rows(int, int64_t, int64_t, const float*) override {}
-  void read_cache(int, CachePart, int, int, float*) override {}
-  void write_cache(int, CachePart, int, int, const float*) override {}
-  std::vector<Allocation> allocations() const override { return {}; }
-  int cache_element_bytes() const override { return 1; }
-  int64_t position_bytes(int) const override { return 1; }
-  std::vector<std::string> damaged_guards() override { return {}; }
 
  private:
   struct Row {
@@ -118,10 +113,9 @@ class TextExecutor final : public Executor {
   };
 
   Row& row_at(size_t group, int32_t sequence, int64_t position) {
-    const int n_entries = limits_.n_entries[group];
-    const int32_t page = input_.tables[group][static_cast<size_t>(sequence * n_entries + position / kPageTokens % n_entries)];
-    EXPECT_GE(page, 0);
-    return pages_[group][static_cast<size_t>(page) * kPageTokens + static_cast<size_t>(position % kPageTokens)];
+    const int64_t slot = slot_of(group, sequence, position);
+    EXPECT_GE(slot, 0);
+    return pages_[group][static_cast<size_t>(slot)];
   }
   // Appends a token's row in every group, once all that it reads there has been looked at.
   Row write(size_t index) {
@@ -159,12 +153,10 @@ class TextExecutor final : public Executor {
   }
 
   const Program program_;
-  const StepLimits limits_;
   std::atomic<int>& fails_at_;
   std::atomic<int64_t>& n_rows_;
-  StepInput input_;
+  const std::atomic<int64_t>& most_rows_;
   std::vector<std::vector<Row>> pages_;
-  std::vector<Sampled> sampled_;
 };
 
 class TextBackend final : public Backend {
@@ -172,10 +164,11 @@ class TextBackend final : public Backend {
   std::string_view name() const override { return "text"; }
   std::vector<Allocation> plan(const Program&, const StepLimits&) const override { return {}; }
   std::unique_ptr<Executor> prepare(const Program& program, const StepLimits& limits) override {
-    return std::make_unique<TextExecutor>(program, limits, fails_at, n_rows);
+    return std::make_unique<TextExecutor>(program, limits, fails_at, n_rows, most_rows);
   }
   std::atomic<int> fails_at = 0;       // the n-th step from now fails; 0: none
   std::atomic<int64_t> n_rows = 0;     // run so far
+  std::atomic<int64_t> most_rows = INT64_MAX;   // the step that would go beyond waits
 };
 
 }  // namespace beryl::test

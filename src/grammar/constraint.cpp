@@ -16,6 +16,7 @@
 #include "grammar/json_schema.h"
 #include "grammar/mask_trial.h"
 #include "grammar/regex.h"
+#include "grammar/token_mask.h"
 #include "grammar/tool_grammar.h"
 #include "weights/json_text.h"
 #include "weights/quote.h"
@@ -102,17 +103,6 @@ std::string_view name_of(ConstraintSpec::Kind kind) {
   return "tools";
 }
 
-DLTensor tensor_of(std::span<uint32_t> mask, int64_t& words) {
-  words = static_cast<int64_t>(mask.size());
-  DLTensor tensor = {};
-  tensor.data = mask.data();
-  tensor.device = {kDLCPU, 0};
-  tensor.ndim = 1;
-  tensor.dtype = {kDLInt, 32, 1};
-  tensor.shape = &words;
-  return tensor;
-}
-
 }  // namespace
 
 // The library takes ED A0…BF for characters (U+D800 and on, halves of pairs), which UTF-8 does not. So behind a token
@@ -154,13 +144,11 @@ bool Constraint::is_finished() const { return state_->matcher.IsTerminated(); }
 
 bool Constraint::fill_mask(std::span<uint32_t> mask) {
   BERYL_CHECK(mask.size() == mask_words(), "a mask has mask_words() words");
-  std::fill(mask.begin(), mask.end(), 0u);
-  if (is_finished()) return false;
-  int64_t words = 0;
-  DLTensor tensor = tensor_of(mask, words);
-  state_->matcher.FillNextTokenBitmask(&tensor);
-  if (const size_t n = state_->vocab % 32; n != 0)
-    mask.back() &= (1u << n) - 1;  // the library leaves bits behind the last id
+  if (is_finished()) {
+    std::fill(mask.begin(), mask.end(), 0u);
+    return false;
+  }
+  fill_token_mask(state_->matcher, mask, state_->vocab);
   if (state_->is_split())
     for (size_t i = 0; i < mask.size(); ++i) mask[i] &= ~state_->split->begins_with_half[i];
   return std::any_of(mask.begin(), mask.end(), [](uint32_t word) { return word != 0; });
@@ -353,7 +341,7 @@ struct ConstraintCompiler::Impl {
     std::call_once(has_vocabulary, [&] { vocabulary.emplace(tokenizer, model_vocab); });
   }
 
-  std::shared_ptr<const CompiledConstraint> make(const ConstraintSpec& spec) {
+  std::shared_ptr<const CompiledConstraint> make(const ConstraintSpec& spec, bool is_tried) {
     prepare();
     const std::string_view name = name_of(spec.kind);
     std::vector<std::string> notes;
@@ -362,7 +350,7 @@ struct ConstraintCompiler::Impl {
     if (grammar_bytes > kMaxGrammarBytes)
       refuse(ErrorCode::kUnsupported, name,
              fmt::format("is too large: its grammar has {} bytes, at most {} are allowed", grammar_bytes, kMaxGrammarBytes));
-    if (spec.kind != ConstraintSpec::Kind::kGrammar && !translated(name, [&] { return vocabulary->trial.is_quick(grammar); }))
+    if (!is_tried && spec.kind != ConstraintSpec::Kind::kGrammar && !translated(name, [&] { return vocabulary->trial.is_quick(grammar); }))
       refuse(ErrorCode::kUnsupported, name, "a text can be read in too many ways at once: each token would take seconds");
     auto data = std::make_unique<const CompiledConstraint::Data>(CompiledConstraint::Data{
         translated(name, [&] { return vocabulary->compiler.CompileGrammar(grammar); }), vocabulary->split, std::move(notes)});
@@ -436,10 +424,10 @@ void ConstraintCompiler::prepare() {
 
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec& spec) { return impl_->find(key_of(spec)); }
 
-std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec& spec) {
+std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec& spec, bool is_tried) {
   std::string key = key_of(spec);
   if (auto compiled = impl_->find(key)) return compiled;
-  std::shared_ptr<const CompiledConstraint> compiled = impl_->make(spec);
+  std::shared_ptr<const CompiledConstraint> compiled = impl_->make(spec, is_tried);
   impl_->keep(std::move(key), compiled);
   return compiled;
 }
@@ -478,7 +466,7 @@ Constraint CompiledConstraint::start() const { refuse(); }
 const std::vector<std::string>& CompiledConstraint::notes() const { return data_->notes; }
 ConstraintCompiler::ConstraintCompiler(const Tokenizer&, int64_t) {}
 ConstraintCompiler::~ConstraintCompiler() = default;
-std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec&) { refuse(); }
+std::shared_ptr<const CompiledConstraint> ConstraintCompiler::compile(const ConstraintSpec&, bool) { refuse(); }
 std::shared_ptr<const CompiledConstraint> ConstraintCompiler::find(const ConstraintSpec&) { return nullptr; }
 void ConstraintCompiler::prepare() {}
 

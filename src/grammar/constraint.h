@@ -101,8 +101,8 @@ class ConstraintCompiler {
   void prepare();
   // Those that were used last are kept, within a bound of bytes. May be called by many threads at once. Throws
   // Error(kBadInput): no such thing as the text says, or nothing satisfies it; Error(kUnsupported): it cannot be expressed, or
-  // its masks would take too long (of a grammar that is not looked at).
-  std::shared_ptr<const CompiledConstraint> compile(const ConstraintSpec& spec);
+  // its masks would take too long (of a grammar that is not looked at). is_tried: that has been looked at by another process.
+  std::shared_ptr<const CompiledConstraint> compile(const ConstraintSpec& spec, bool is_tried = false);
   // Of those that are kept; null: it is not there.
   std::shared_ptr<const CompiledConstraint> find(const ConstraintSpec& spec);
   // Equal for equal specs only.

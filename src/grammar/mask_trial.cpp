@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "base/rng.h"
+#include "grammar/token_mask.h"
 
 namespace beryl {
 namespace {
@@ -65,17 +66,8 @@ MaskTrial::Time MaskTrial::time_of(const xgrammar::Grammar& grammar, double most
     xgrammar::GrammarMatcher matcher(compiled);
     for (int step = 0; step < kSteps; ++step) {
       const double begin = processor_seconds();
-      std::fill(mask.begin(), mask.end(), 0u);
-      auto words = static_cast<int64_t>(mask.size());
-      DLTensor tensor = {};
-      tensor.data = mask.data();
-      tensor.device = {kDLCPU, 0};
-      tensor.ndim = 1;
-      tensor.dtype = {kDLInt, 32, 1};
-      tensor.shape = &words;
-      matcher.FillNextTokenBitmask(&tensor);
-      // Beyond the last id the library leaves bits; a stop would end the reply.
-      if (n_ids_ % 32 != 0) mask.back() &= (1u << (n_ids_ % 32)) - 1;
+      fill_token_mask(matcher, mask, n_ids_);
+      // A stop would end the reply.
       for (const int32_t id : stop_ids_) mask[static_cast<size_t>(id) / 32] &= ~(1u << (id % 32));
       allowed.clear();
       for (size_t word = 0; word < mask.size(); ++word)

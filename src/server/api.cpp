@@ -17,7 +17,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kWait = std::chrono::milliseconds(100);        // between looks at whether the client is still there
-constexpr auto kSignOfLife = std::chrono::seconds(10);
 
 // In a time that depends on the lengths only.
 bool same_text(std::string_view given, std::string_view key) {
@@ -85,12 +84,12 @@ std::string random_id(std::string_view prefix) {
   return fmt::format("{}{:016x}{:08x}", prefix, random(), random() >> 32);
 }
 
-HttpResponse event_response(EventSource source, std::function<std::string(const ApiError&)> error_event) {
+HttpResponse event_response(std::chrono::milliseconds sign_of_life, EventSource source, std::function<std::string(const ApiError&)> error_event) {
   HttpResponse response;
   response.content_type = "text/event-stream";
   response.headers.emplace_back("Cache-Control", "no-cache");
   response.headers.emplace_back("X-Accel-Buffering", "no");
-  response.stream = [source = std::move(source), error_event = std::move(error_event),
+  response.stream = [sign_of_life, source = std::move(source), error_event = std::move(error_event),
                      last = Clock::now()](std::string& piece) mutable {
     bool more = false;
     try {
@@ -102,7 +101,7 @@ HttpResponse event_response(EventSource source, std::function<std::string(const 
     }
     if (!piece.empty()) {
       last = Clock::now();
-    } else if (more && Clock::now() - last > kSignOfLife) {
+    } else if (more && Clock::now() - last > sign_of_life) {
       piece = ": waiting\n\n";
       last = Clock::now();
     }

@@ -70,9 +70,9 @@ Json anthropic_error(const ApiError& error);
 std::string event_of(const Json& data);                         // "data: {...}\n\n"
 // A reply's next piece, or the end, as events.
 using EventSource = std::function<bool(std::string& events)>;
-// A stream of events with signs of life while nothing comes (a comment every ten seconds). Errors become a last event, made by
+// A stream of events with signs of life while nothing comes: a comment after each such time. Errors become a last event, made by
 // `error_event`.
-HttpResponse event_response(EventSource source, std::function<std::string(const ApiError&)> error_event);
+HttpResponse event_response(std::chrono::milliseconds sign_of_life, EventSource source, std::function<std::string(const ApiError&)> error_event);
 // Waits until all replies have ended. Throws ApiError: a reply failed, or the client is gone (then nobody hears it).
 std::vector<ReplyPiece> finish_all(std::vector<Reply>& replies, const HttpRequest& request);
 // One round over those that have not ended: gives what came to `take`, which may ask the reply whether it has ended. Waits a

@@ -110,7 +110,7 @@ HttpResponse answer_stream(std::shared_ptr<Chat> chat, bool include_usage) {
     events += "data: [DONE]\n\n";
     return false;
   };
-  return event_response(std::move(source), [](const ApiError& error) { return event_of(openai_error(error)); });
+  return event_response(chat->model.sign_of_life, std::move(source), [](const ApiError& error) { return event_of(openai_error(error)); });
 }
 
 }  // namespace

@@ -169,7 +169,7 @@ HttpResponse answer_stream(std::shared_ptr<Completion> completion, bool include_
     events += "data: [DONE]\n\n";
     return false;
   };
-  return event_response(std::move(source), [](const ApiError& error) { return event_of(openai_error(error)); });
+  return event_response(completion->model.sign_of_life, std::move(source), [](const ApiError& error) { return event_of(openai_error(error)); });
 }
 
 }  // namespace

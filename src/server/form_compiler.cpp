@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 #endif
 
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -17,6 +18,7 @@ namespace beryl::server {
 // A tenth of the processor time of a thread of plain priority that wants the same processor.
 constexpr int kNice = 10;
 #endif
+constexpr size_t kMaxHostileBytes = 4 << 20;   // of keys
 
 FormCompiler::~FormCompiler() {
   {
@@ -31,6 +33,8 @@ std::shared_ptr<const CompiledConstraint> FormCompiler::compile(const Constraint
   if (auto compiled = find_(spec)) return compiled;
   const std::string key = ConstraintCompiler::key_of(spec);
   std::unique_lock lock(mutex_);
+  for (const auto& [its_key, form] : hostile_)
+    if (its_key == key) throw form;
   require_worker();
   std::shared_ptr<Job>& place = jobs_[key];
   if (place == nullptr) {
@@ -58,30 +62,41 @@ void FormCompiler::require_worker() {
   }
 }
 
-bool FormCompiler::is_idle() const {
-  const std::lock_guard lock(mutex_);
-  return jobs_.empty();
+void FormCompiler::remember(const std::string& key, const HostileForm& form) {
+  hostile_.emplace_back(key, form);
+  hostile_bytes_ += key.size();
+  for (; hostile_bytes_ > kMaxHostileBytes; hostile_.pop_front()) hostile_bytes_ -= hostile_.front().first.size();
 }
 
 void FormCompiler::work() {
 #ifdef __linux__
   setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNice);   // on Linux: of this thread
 #endif
+  FormJudge judge(judge_, limits_.judge);
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+    if (!work_.wait_for(lock, limits_.judge_idle, [&] { return stopping_ || !waiting_.empty(); })) {
+      judge.end();
+      continue;
+    }
     if (stopping_) return;
     const std::shared_ptr<Job> job = std::move(waiting_.front());
     waiting_.pop_front();
     lock.unlock();
     std::shared_ptr<const CompiledConstraint> compiled;
     std::exception_ptr error;
+    std::optional<HostileForm> hostile;
     try {
+      if (!judge_.empty()) judge.judge(job->spec, stopping_);
       compiled = compile_(job->spec);
+    } catch (const HostileForm& form) {
+      hostile = form;
+      error = std::current_exception();
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
+    if (hostile) remember(ConstraintCompiler::key_of(job->spec), *hostile);
     job->compiled = std::move(compiled);
     job->error = error;
     job->done = true;

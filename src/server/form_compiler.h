@@ -1,10 +1,12 @@
 // Forms of strangers, compiled off the connections' threads: few at a time, within a time.
 //
-// Nothing can interrupt the grammar's library. So a form that takes too long goes on in its worker, and the worker counts as
-// taken until it is done; who waits for the form hears 503, and finds it done when he asks again later. Workers have a
-// lower priority: where processors are short, tokens come first.
+// Nothing can interrupt the grammar's library. So a worker has a process of its own compile a form first, which it can end
+// (form_judge.h): no form holds a worker for longer than its share of processor time, and one that was too much is refused at once the next
+// time. Who waits for longer than his patience hears 503; that goes on, and he finds it done when he asks again later. Workers and
+// processes have a lower priority: where processors are short, tokens come first.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -19,6 +21,7 @@
 #include <vector>
 
 #include "grammar/constraint.h"
+#include "server/form_judge.h"
 
 namespace beryl::server {
 
@@ -26,19 +29,22 @@ struct FormLimits {
   int n_workers = 2;
   size_t max_waiting = 32;                       // forms, beside those that are being compiled
   std::chrono::milliseconds patience{10'000};    // of who asks
+  std::chrono::seconds judge_idle{60};           // then a worker's process ends, for its memory
+  JudgeLimits judge;
 };
 
 class FormCompiler {
  public:
   using Compile = std::function<std::shared_ptr<const CompiledConstraint>(const ConstraintSpec&)>;
 
-  // The compiler outlives it.
-  explicit FormCompiler(ConstraintCompiler& compiler, const FormLimits& limits = {})
-      : FormCompiler([&](const ConstraintSpec& spec) { return compiler.find(spec); }, [&](const ConstraintSpec& spec) { return compiler.compile(spec); },
-                     limits) {}
+  // The compiler outlives it. judge: the command of FormJudge for the same compiler; empty: nothing is judged, for forms of friends.
+  explicit FormCompiler(ConstraintCompiler& compiler, const FormLimits& limits = {}, const std::vector<std::string>& judge = {})
+      : FormCompiler([&](const ConstraintSpec& spec) { return compiler.find(spec); },
+                     [&, is_tried = !judge.empty()](const ConstraintSpec& spec) { return compiler.compile(spec, is_tried); }, limits, judge) {}
   // find: quick; null: it has to be compiled. Both are called by many threads.
-  FormCompiler(Compile find, Compile compile, const FormLimits& limits) : find_(std::move(find)), compile_(std::move(compile)), limits_(limits) {}
-  // Waits for what is being compiled.
+  FormCompiler(Compile find, Compile compile, const FormLimits& limits, std::vector<std::string> judge = {})
+      : find_(std::move(find)), compile_(std::move(compile)), limits_(limits), judge_(std::move(judge)) {}
+  // Waits for what is being compiled; what is being judged is given up.
   ~FormCompiler();
   FormCompiler(const FormCompiler&) = delete;
   FormCompiler& operator=(const FormCompiler&) = delete;
@@ -46,7 +52,6 @@ class FormCompiler {
   // By any thread; who asks for the same form waits for the same work. Throws what ConstraintCompiler::compile throws, and
   // ApiError(503) when the time is over or too many forms wait.
   std::shared_ptr<const CompiledConstraint> compile(const ConstraintSpec& spec);
-  bool is_idle() const;
 
  private:
   struct Job {
@@ -57,14 +62,18 @@ class FormCompiler {
   };
   void require_worker();
   void work();
+  void remember(const std::string& key, const HostileForm& form);
 
   const Compile find_, compile_;
   const FormLimits limits_;
-  mutable std::mutex mutex_;
+  const std::vector<std::string> judge_;
+  std::mutex mutex_;
   std::condition_variable work_, done_;
   std::map<std::string, std::shared_ptr<Job>> jobs_;   // by key: those that wait and those that are being compiled
   std::deque<std::shared_ptr<Job>> waiting_;
-  bool stopping_ = false;
+  std::deque<std::pair<std::string, HostileForm>> hostile_;   // those that came last, by key
+  size_t hostile_bytes_ = 0;                                  // of their keys
+  std::atomic<bool> stopping_ = false;
   std::vector<std::thread> threads_;
 };
 

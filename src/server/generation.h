@@ -32,6 +32,7 @@ struct ServedModel {
   std::vector<int32_t> suppressed_ids;   // never sampled
   int64_t vocab = 0;
   size_t longest_token_bytes = 1;
+  std::chrono::milliseconds sign_of_life{10'000};   // of streams on which nothing comes: while a prompt is read, mostly
 };
 
 // How replies are made.

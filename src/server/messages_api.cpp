@@ -263,7 +263,7 @@ HttpResponse answer_stream(std::shared_ptr<Message> message, int64_t n_prompt) {
     events += named_event("message_stop", Json::object());
     return false;
   };
-  return event_response(std::move(source), [](const ApiError& error) {
+  return event_response(message->model.sign_of_life, std::move(source), [](const ApiError& error) {
     return fmt::format("event: error\n{}", event_of(anthropic_error(error)));
   });
 }

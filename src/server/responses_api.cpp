@@ -278,7 +278,7 @@ HttpResponse answer_stream(std::shared_ptr<Response> response) {
     emit(*response, events, object["status"] == "completed" ? "response.completed" : "response.incomplete", {{"response", object}});
     return false;
   };
-  return event_response(std::move(source), [response](const ApiError& error) {
+  return event_response(response->model.sign_of_life, std::move(source), [response](const ApiError& error) {
     std::string events;
     Json object = object_of(*response, nullptr);
     object["status"] = "failed";

@@ -19,19 +19,10 @@
 #include "ops/random_matrix.h"
 #include "server/api.h"
 #include "server/http_server.h"
+#include "server/letter_tokenizer.h"
 
 namespace beryl::server {
 namespace {
-
-// Ids 0 to 22 are the letters a to w; 23 is x, which this model can not compute.
-std::unique_ptr<Tokenizer> letter_tokenizer() {
-  TokenizerParts parts;
-  parts.source = "test";
-  for (char c = 'a'; c < 'a' + test::kTextVocab; ++c) parts.vocabulary.add(std::string(1, c), TokenType::kNormal);
-  parts.vocabulary.build_index();
-  parts.scores.assign(parts.vocabulary.size(), 0.0f);
-  return std::make_unique<Tokenizer>(std::move(parts));
-}
 
 std::string text_of(const std::vector<int32_t>& ids) {
   std::string text;
@@ -236,6 +227,24 @@ TEST_F(ServerTest, NonsenseIsAnswered) {
   { const Client silent(server_->port()); }
   EXPECT_EQ(text_in(ask(R"({"prompt": "abc", "max_tokens": 3, "temperature": 0})")),
             text_of(test::text_model_reply({0, 1, 2}, 3, {}, {}, 512)));
+}
+
+TEST_F(ServerTest, AStreamShowsThatItLivesWhileAPromptIsRead) {
+  const std::vector<int32_t> prompt(400, 5);   // 7 chunks
+  model_->sign_of_life = std::chrono::milliseconds(1);
+  backend_.most_rows = 3 * 64;   // as if each of the others took very long
+  Client client(server_->port());
+  client.post("/v1/completions", fmt::format(R"({{"prompt": "{}", "max_tokens": 20, "temperature": 0, "stream": true}})", text_of(prompt)));
+  std::string answer;
+  for (int i = 0; i < 3; ++i) answer += client.read_until(": waiting\n\n");
+  EXPECT_EQ(status_of(answer), 200);
+  EXPECT_TRUE(answer.ends_with(": waiting\n\n")) << answer;
+  EXPECT_EQ(text_in(answer), "");   // no token yet
+  EXPECT_LE(backend_.n_rows, 3 * 64);
+  backend_.most_rows = INT64_MAX;
+  answer += client.read();
+  EXPECT_EQ(text_in(answer), text_of(test::text_model_reply(prompt, 20, {}, {}, 512)));
+  EXPECT_NE(answer.find("data: [DONE]"), std::string::npos);
 }
 
 TEST_F(ServerTest, ADrainedServerRefusesAndFinishes) {
