@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_slot(unsigned char* to, const unsigned char
 #endif
 }
 
-// To the warps that copy keys and values (decode_attention.cuh).
+// To the warps that copy keys and values (decode_copy.cuh).
 __device__ __forceinline__ void hand_ring(const DecodeBlock& block, const RingPlace& ring, bool filled) {
 #if !BERYL_BULK_COPY
   __syncwarp();

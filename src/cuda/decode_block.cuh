@@ -42,7 +42,7 @@ enum LinearTaken : uint32_t {
   kTakenDirect = 1u << 17,          // the first x came with the residual
 };
 
-// What the block does next in an attention phase (decode_attention.cuh), as the copying warp finds it, ahead of those that compute: a
+// What the block does next in an attention phase (decode_copy.cuh), as the copying warp finds it, ahead of those that compute: a
 // unit, or some tiles of a long one.
 struct alignas(16) AttentionTask {
   static constexpr int kTiles = 32;

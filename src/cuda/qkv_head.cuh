@@ -1,5 +1,5 @@
 // One head of one token in the registers of a warp: norm, rope, and its way into the cache. What QkvFinish does, by
-// itself (qkv_finish.cu) and within the decode kernel (decode_attention.cuh), with the same bits.
+// itself (qkv_finish.cu) and within the decode kernel (decode_attend.cuh), with the same bits.
 #pragma once
 
 #include "cuda/device.cuh"
