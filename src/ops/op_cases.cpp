@@ -356,6 +356,7 @@ constexpr Geometry kGeometries[] = {
     {"Llama 8B", 32, 8, 128, 0, 5e5, 128, false, false, 0.08838835f},
     {"Llama 1B", 32, 8, 64, 0, 5e5, 64, false, false, 0.125f},
     {"SmolLM2 135M", 9, 3, 64, 0, 1e5, 64, false, false, 0.125f},
+    {"Gemma 4 31B global", 32, 4, 512, 0, 1e6, 128, true, true, 1},
 };
 
 bool is_gemma4(const Geometry& geometry) { return geometry.scale == 1; }
@@ -497,6 +498,9 @@ void add_attentions(Table& table) {
   decode(kGeometries[6], {1, 64, 255, 257, 512, 1025});
   decode(kGeometries[7], {1, 63, 256, 513, 1024});
   decode(kGeometries[8], {1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2049});
+  // More pages than a GPU has multiprocessors, so that some have two.
+  decode(kGeometries[1], {8500});
+  decode(kGeometries[8], {8449, 17000});
 
   // A ring with more pages than it needs, and one far out.
   add_attention(table, {.geometry = kGeometries[4], .batch = {{4000, 1}}, .slack_entries = 2, .note = ", slack"});
@@ -923,6 +927,24 @@ void add_layers(Table& table, const std::string& what, Format format, int64_t ff
   });
 }
 
+// A chunk appended and attended in one step, at once with decode rows; then a sharing layer that reads the same cache with its own q. fresh: as
+// make_finish has it.
+void add_append(Table& table, const Geometry& geometry, const std::vector<Tokens>& batch, bool fresh = false) {
+  add(table, "Step", fmt::format("append and attend, {}, {}", geometry.name, describe(batch)), [=](CaseBuilder& builder) {
+    const int cache = builder.cache(geometry.n_kv_heads, geometry.head_dim, builder.group(geometry.window));
+    const QkvFinish finish = make_finish(builder, geometry, false, cache, fresh);
+    const int64_t q_cols = int64_t{geometry.n_heads} * geometry.head_dim;
+    const QkvFinish sharing = make_finish(builder, geometry, true, cache);
+    const Rows first = builder.slot("attended", q_cols), second = builder.slot("attended by the sharing layer", q_cols);
+    const float scale = geometry.normed ? 1 / std::sqrt(static_cast<float>(geometry.head_dim)) : geometry.scale;
+    builder.op(finish);
+    builder.op(Attention{finish.qkv.slice(0, q_cols), first, geometry.n_heads, cache, scale, 0});
+    builder.op(sharing);
+    builder.op(Attention{sharing.qkv, second, geometry.n_heads, cache, scale, 0});
+    add_sequences(builder, batch);
+  });
+}
+
 void add_steps(Table& table) {
   add_layers(table, "two layers, fp4, one row", Format::kFp4G128, 512, {200});
   add_layers(table, "two layers, fp4, four rows", Format::kFp4G128, 2304, {200, 70, 0, 127});
@@ -938,23 +960,17 @@ void add_steps(Table& table) {
   add_replay(table, "a row of NaN beside good ones, 2 runs with one input", 2, kGeometries[8], {10, 11, 12},
              {.temperature = 1}, true);
 
-  // A chunk appended and attended in one step, at once with decode rows; then a sharing layer that reads the same cache with its own q.
   for (const Geometry& geometry : kGeometries)
-    add(table, "Step", fmt::format("append and attend, {}", geometry.name), [geometry](CaseBuilder& builder) {
-      const int cache = builder.cache(geometry.n_kv_heads, geometry.head_dim, builder.group(geometry.window));
-      const QkvFinish finish = make_finish(builder, geometry, false, cache, geometry.v_from_k);
-      const int64_t q_cols = int64_t{geometry.n_heads} * geometry.head_dim;
-      const QkvFinish sharing = make_finish(builder, geometry, true, cache);
-      const Rows first = builder.slot("attended", q_cols),
-                 second = builder.slot("attended by the sharing layer", q_cols);
-      const float scale = geometry.normed ? 1 / std::sqrt(static_cast<float>(geometry.head_dim)) : geometry.scale;
-      builder.op(finish);
-      builder.op(Attention{finish.qkv.slice(0, q_cols), first, geometry.n_heads, cache, scale, 0});
-      builder.op(sharing);
-      builder.op(Attention{sharing.qkv, second, geometry.n_heads, cache, scale, 0});
-      if (geometry.v_from_k) add_sequences(builder, {{0, 66}});   // keys of any weight, since all of them are appended here
-      else add_sequences(builder, {{0, 5}, {61, 4}, {130, 1}});
-    });
+    add_append(table, geometry, geometry.v_from_k ? std::vector<Tokens>{{0, 66}} : std::vector<Tokens>{{0, 5}, {61, 4}, {130, 1}}, geometry.v_from_k);
+  // Keys that can be made from values, of positions before: one row, several, a prompt, one of more than 64 rows, units of two pages.
+  for (const Geometry& geometry : kGeometries) {
+    if (!geometry.v_from_k) continue;
+    add_append(table, geometry, {{255, 1}});
+    add_append(table, geometry, {{513, 2}, {64, 1}, {0, 3}});
+    add_append(table, geometry, {{129, 33}, {0, 20}});
+    add_append(table, geometry, {{200, 70}});
+  }
+  add_append(table, kGeometries[1], {{8500, 1}});
 
   // Forks: a sequence goes on from another's pages; only the last, partly filled one is copied.
   for (int window : {0, 128})
