@@ -61,10 +61,10 @@ class CaseBuilder {
     return {static_cast<int>(data_->weights.vectors.size()) - 1};
   }
   Norm norm(int64_t n) { return {true, vector(n), kEps}; }
-  // Of weights 1/2, 1 and 2: what bf16 has stays exact.
+  // Of weights of 4 bits: cached values times these are exact in f16.
   Norm exact_norm(int64_t n) {
     const Norm made = norm(n);
-    for (float& weight : data_->weights.vectors[static_cast<size_t>(made.weight.index)].values) weight = std::exp2(std::floor(3 * (weight - 0.5f)) - 1);
+    for (float& weight : data_->weights.vectors[static_cast<size_t>(made.weight.index)].values) weight = std::round(8 * weight) / 8;
     return made;
   }
   static Norm plain_norm() { return {true, {}, kEps}; }
@@ -361,8 +361,8 @@ constexpr Geometry kGeometries[] = {
 
 bool is_gemma4(const Geometry& geometry) { return geometry.scale == 1; }
 
-// fresh: no keys are in the cache before. Else, where they can be made from values, they must be exact in bf16.
-QkvFinish make_finish(CaseBuilder& builder, const Geometry& geometry, bool shares, int cache, bool fresh = false) {
+// Keys of positions before that can be made from values are exact in caches that keep them.
+QkvFinish make_finish(CaseBuilder& builder, const Geometry& geometry, bool shares, int cache) {
   QkvFinish op;
   op.n_heads = geometry.n_heads;
   op.n_kv_heads = shares ? 0 : geometry.n_kv_heads;
@@ -370,7 +370,7 @@ QkvFinish make_finish(CaseBuilder& builder, const Geometry& geometry, bool share
   op.v_from_k = geometry.v_from_k && !shares;
   if (geometry.normed) op.q_norm = builder.norm(geometry.head_dim);
   if (geometry.normed && !shares) {
-    op.k_norm = geometry.v_from_k && !fresh ? builder.exact_norm(geometry.head_dim) : builder.norm(geometry.head_dim);
+    op.k_norm = geometry.v_from_k ? builder.exact_norm(geometry.head_dim) : builder.norm(geometry.head_dim);
     if (is_gemma4(geometry)) op.v_norm = CaseBuilder::plain_norm();
   }
   op.rope = builder.rope(geometry.head_dim, geometry.rope_base, geometry.n_turned);
@@ -927,12 +927,11 @@ void add_layers(Table& table, const std::string& what, Format format, int64_t ff
   });
 }
 
-// A chunk appended and attended in one step, at once with decode rows; then a sharing layer that reads the same cache with its own q. fresh: as
-// make_finish has it.
-void add_append(Table& table, const Geometry& geometry, const std::vector<Tokens>& batch, bool fresh = false) {
+// A chunk appended and attended in one step, at once with decode rows; then a sharing layer that reads the same cache with its own q.
+void add_append(Table& table, const Geometry& geometry, const std::vector<Tokens>& batch) {
   add(table, "Step", fmt::format("append and attend, {}, {}", geometry.name, describe(batch)), [=](CaseBuilder& builder) {
     const int cache = builder.cache(geometry.n_kv_heads, geometry.head_dim, builder.group(geometry.window));
-    const QkvFinish finish = make_finish(builder, geometry, false, cache, fresh);
+    const QkvFinish finish = make_finish(builder, geometry, false, cache);
     const int64_t q_cols = int64_t{geometry.n_heads} * geometry.head_dim;
     const QkvFinish sharing = make_finish(builder, geometry, true, cache);
     const Rows first = builder.slot("attended", q_cols), second = builder.slot("attended by the sharing layer", q_cols);
@@ -960,12 +959,12 @@ void add_steps(Table& table) {
   add_replay(table, "a row of NaN beside good ones, 2 runs with one input", 2, kGeometries[8], {10, 11, 12},
              {.temperature = 1}, true);
 
-  for (const Geometry& geometry : kGeometries)
-    add_append(table, geometry, geometry.v_from_k ? std::vector<Tokens>{{0, 66}} : std::vector<Tokens>{{0, 5}, {61, 4}, {130, 1}}, geometry.v_from_k);
+  for (const Geometry& geometry : kGeometries) add_append(table, geometry, {{0, 5}, {61, 4}, {130, 1}});
   // Keys that can be made from values, of positions before: one row, several, a prompt, one of more than 64 rows, units of two pages.
   for (const Geometry& geometry : kGeometries) {
     if (!geometry.v_from_k) continue;
     add_append(table, geometry, {{255, 1}});
+    add_append(table, geometry, {{0, 66}});
     add_append(table, geometry, {{513, 2}, {64, 1}, {0, 3}});
     add_append(table, geometry, {{129, 33}, {0, 20}});
     add_append(table, geometry, {{200, 70}});
