@@ -236,9 +236,11 @@ void CudaExecutor::send_decode_phases() {
 }
 
 bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& list) {
-  // One op, of one phase or two (gate and up apart), takes more rows than a run of ops.
-  if (segment.phases.empty() || n_tokens_ > (segment.end - segment.begin > 1 ? kWholeStepRows : kDecodeRows)) return false;
+  if (segment.phases.empty()) return false;
   const int64_t rows = segment.gathers ? n_tokens_ : list_rows(segment);
+  // One op, of one phase or two (gate and up apart), takes more rows than a run of ops; and the rows are its own: a head has few after a
+  // long prompt, and no scratch for another kernel was planned then (device_memory.cpp).
+  if (segment.end - segment.begin > 1 ? n_tokens_ > kWholeStepRows : rows > kDecodeRows) return false;
   if (segment.gathers && n_outputs_ != n_tokens_) return false;
   if (rows == 0) return true;
   const DecodeCut& cut = list.cuts[static_cast<size_t>(rows)];

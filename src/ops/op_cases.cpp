@@ -944,7 +944,22 @@ void add_append(Table& table, const Geometry& geometry, const std::vector<Tokens
   });
 }
 
+// A head has fewer rows than the step has tokens: what a backend keeps for its kernel must not depend on which of the two it looks at.
+// (Columns for which a kernel for many rows adds up partial sums.)
+void add_late_head(Table& table, int n_tokens) {
+  add(table, "Step", fmt::format("a head of one row after {} tokens", n_tokens), [=](CaseBuilder& builder) {
+    const int64_t cols = 2816, vocab = builder.program().vocab = 300;
+    const Rows residual = builder.input("residual", cols, RowsKind::kResidual);
+    const Rows gathered = builder.slot("gathered", cols, RowsKind::kResidual, RowCount::kOutputs);
+    const Rows logits = builder.slot("logits", vocab, RowsKind::kLogits, RowCount::kOutputs);
+    builder.op(GatherRows{residual, gathered});
+    builder.op(Linear{.weight = builder.matrix({{Format::kFp8, vocab}}, cols), .x = gathered, .norm = builder.norm(cols), .y = logits});
+    builder.sequence(0, n_tokens);
+  });
+}
+
 void add_steps(Table& table) {
+  for (int n_tokens : {3, 7, 20, 70}) add_late_head(table, n_tokens);
   add_layers(table, "two layers, fp4, one row", Format::kFp4G128, 512, {200});
   add_layers(table, "two layers, fp4, four rows", Format::kFp4G128, 2304, {200, 70, 0, 127});
   add_layers(table, "two layers, q4_0, six rows", Format::kQ4_0, 2304, {300, 64, 63, 5, 191, 128});
