@@ -361,7 +361,7 @@ constexpr Geometry kGeometries[] = {
 
 bool is_gemma4(const Geometry& geometry) { return geometry.scale == 1; }
 
-// Keys of positions before that can be made from values are exact in caches that keep them.
+// Where keys can be made from values, the cached ones are exact in a backend that keeps whole keys, too.
 QkvFinish make_finish(CaseBuilder& builder, const Geometry& geometry, bool shares, int cache) {
   QkvFinish op;
   op.n_heads = geometry.n_heads;
