@@ -410,7 +410,7 @@ class RequestTest(ServerTest):
 
     def test_bodies_that_are_no_requests(self):
         for body, words in ((b"", "empty"), (b"{", "byte 1"), (b"[]", "array"), (b'{"messages": \xff}', "byte 13"),
-                            (b'"x"', "text"), (b'{"a": 1e999}', "too large"), (b"{}x", "byte 2"),
+                            (b'"x"', "text"), (b'{"a": 1e999}', "too large"), (b"{}x", "byte 2"), (b"{}\0x", "a NUL at byte 2"),
                             (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
                             (b'{"a": "\xed\xa0\x80"}', "byte 7")):
             with self.subTest(body=body[:20]):

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "cli/console.h"
 #include "store/files.h"
+#include "weights/json_text.h"
 
 namespace beryl::cli {
 namespace {
@@ -21,8 +22,7 @@ constexpr int kVersion = 1;
 }
 
 Json parse(const std::string& path, const std::string& text) {
-  Json json = Json::parse(text, nullptr, false);
-  if (json.is_discarded()) refuse(path, "it is no JSON");
+  const Json json = parse_json<Json>(path, text);
   if (!json.is_object() || !json.contains(kVersionKey)) refuse(path, fmt::format("it has no \"{}\"", kVersionKey));
   if (json[kVersionKey] != kVersion)
     throw Error(ErrorCode::kUnsupported, fmt::format("{}: is of another version of beryl, which saves talks in another form", path));

@@ -46,6 +46,7 @@ Json parse_object(const std::string& body) {
   for (size_t at = 0; at < body.size();) {
     const DecodedCharacter character = decode_character(body, at);
     if (!character.well_formed) throw ApiError(400, fmt::format("the body is not UTF-8 at byte {}", at));
+    if (body[at] == '\0') throw ApiError(400, fmt::format("the body is no JSON: a NUL at byte {} of {}", at, body.size()));   // the parser would end there
     at += character.length;
   }
   if (const size_t at = too_deep_at(body); at != std::string::npos)

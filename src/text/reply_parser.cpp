@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "text/utf8.h"
+#include "weights/json_text.h"
 
 namespace beryl {
 namespace {
@@ -14,6 +15,15 @@ using Json = nlohmann::ordered_json;
 constexpr std::string_view kCallTag = "<tool_call>", kCallEndTag = "</tool_call>";
 constexpr std::string_view kThoughtName = "thought\n";
 constexpr int kMaxDepth = 64;
+
+// Empty: it is no JSON, or of a kind that would lose some of its bytes (a key twice) or go too deep.
+std::optional<Json> json_of(std::string_view text) {
+  try {
+    return parse_json<Json>("a call", text);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
 
 // Gemma 4's values: strings between <|"|>, objects and arrays as in JSON but for unquoted keys.
 class GemmaReader {
@@ -70,8 +80,8 @@ class GemmaReader {
     const std::string_view bare = trim(text_.substr(at_, end - at_));
     at_ = end;
     if (bare.empty()) return std::nullopt;
-    const Json value = Json::parse(bare, nullptr, false);
-    return value.is_discarded() ? Json(std::string(bare)) : value;
+    const std::optional<Json> value = json_of(bare);
+    return value ? *value : Json(std::string(bare));
   }
   std::optional<Json> read_members(Json whole, char end, int depth) {
     skip_space();
@@ -91,7 +101,7 @@ class GemmaReader {
           at_ = colon;
         }
         skip_space();
-        if (key.empty() || !take(":")) return std::nullopt;
+        if (key.empty() || whole.contains(key) || !take(":")) return std::nullopt;
       }
       std::optional<Json> value = read_value(depth + 1);
       if (!value) return std::nullopt;
@@ -123,21 +133,11 @@ std::optional<ParsedCall> call_of(const Json& value) {
     const auto found = object->find(key);
     if (found == object->end() || found->is_null()) continue;
     // Some models write the object as text.
-    const Json inner = found->is_string() ? Json::parse(found->get_ref<const std::string&>(), nullptr, false) : *found;
-    if (!inner.is_object()) return std::nullopt;
-    call.arguments = inner.dump(-1, ' ', false, Json::error_handler_t::replace);
+    const std::optional<Json> inner = found->is_string() ? json_of(found->get_ref<const std::string&>()) : *found;
+    if (!inner || !inner->is_object()) return std::nullopt;
+    call.arguments = inner->dump(-1, ' ', false, Json::error_handler_t::replace);
   }
   return call;
-}
-
-// Brackets are not nested deeper than the parser behind this should go.
-bool is_shallow(std::string_view text) {
-  int depth = 0;
-  for (char c : text) {
-    if ((c == '{' || c == '[') && ++depth > kMaxDepth) return false;
-    if (c == '}' || c == ']') --depth;
-  }
-  return true;
 }
 
 }  // namespace
@@ -148,11 +148,10 @@ std::vector<ParsedCall> parse_gemma_call(std::string_view text) {
 }
 
 std::vector<ParsedCall> parse_json_calls(std::string_view text) {
-  if (!is_shallow(text)) return {};
-  const Json json = Json::parse(text, nullptr, false);
-  if (json.is_discarded()) return {};
+  const std::optional<Json> json = json_of(text);
+  if (!json) return {};
   std::vector<ParsedCall> calls;
-  const Json list = json.is_array() ? json : Json::array({json});
+  const Json list = json->is_array() ? *json : Json::array({*json});
   for (const Json& each : list) {
     std::optional<ParsedCall> call = call_of(each);
     if (!call) return {};
@@ -209,7 +208,12 @@ void ReplyParser::push(int32_t id, ReplyDelta& delta) {
     state_ = State::kContent;
     return;
   }
-  if (call_begin_ && id == *call_begin_ && state_ != State::kCall) {
+  // A call that nobody closed ends where the next one begins; but within one that can not be read yet the token may be a string's.
+  if (call_begin_ && id == *call_begin_ && (state_ != State::kCall || !parse_call(call_).empty())) {
+    if (state_ == State::kCall) {
+      call_ += named_stream_.finish();
+      end_call(false, delta);
+    }
     add(stream_.finish(), delta);
     if (state_ == State::kThought) delta.reasoning += held_, held_.clear(), names_thought_ = false;
     state_ = State::kCall;
@@ -303,9 +307,13 @@ void ReplyParser::decide_text_call(bool at_end, ReplyDelta& delta) {
   held_.clear();
 }
 
+std::vector<ParsedCall> ReplyParser::parse_call(std::string_view text) const {
+  return gemma_calls_ ? parse_gemma_call(text) : parse_json_calls(text);
+}
+
 void ReplyParser::end_call(bool closed, ReplyDelta& delta) {
   state_ = State::kContent;
-  std::vector<ParsedCall> calls = gemma_calls_ ? parse_gemma_call(call_) : parse_json_calls(call_);
+  std::vector<ParsedCall> calls = parse_call(call_);
   if (calls.empty()) delta.content += call_begin_text_ + call_ + (closed ? call_end_text_ : "");
   for (ParsedCall& call : calls) delta.calls.push_back(std::move(call));
   call_.clear();

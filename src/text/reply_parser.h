@@ -50,6 +50,7 @@ class ReplyParser {
   enum class State : uint8_t { kContent, kThought, kCall };
   void add(const std::string& text, ReplyDelta& delta);
   void add_content(const std::string& text, ReplyDelta& delta);
+  std::vector<ParsedCall> parse_call(std::string_view text) const;
   void end_call(bool closed, ReplyDelta& delta);
   void decide_text_call(bool at_end, ReplyDelta& delta);
 

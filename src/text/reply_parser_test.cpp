@@ -6,7 +6,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
+#include <cctype>
 #include <random>
+#include <utility>
 
 #include "text/text_tools.h"
 #include "text/utf8.h"
@@ -101,8 +105,18 @@ TEST(ReplyParser, WhatCanNotBeReadIsContent) {
     EXPECT_TRUE(closed.calls.empty());
     EXPECT_EQ(parse(*tokenizer, ids_of(*tokenizer, "A<|tool_call>" + inner)).content, "A<|tool_call>" + inner);
   }
+  // A NUL does not end it, and no value is lost for a later one of the same name.
+  for (const std::string& inner : {std::string("call:x{a:1\0b}", 13), std::string("call:x{a:1}\0b", 13), std::string("call:x{a:1,a:2}")}) {
+    const std::string text = "<|tool_call>" + inner + "<tool_call|>";
+    const Parsed parsed = parse(*tokenizer, ids_of(*tokenizer, text));
+    EXPECT_TRUE(parsed.content == text || (parsed.calls.size() == 1 && parsed.calls[0].arguments.find('b') != std::string::npos)) << text;
+  }
   // One that is not closed but whole is a call.
   EXPECT_EQ(parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>call:x{a:b c}")).calls.at(0).arguments, R"({"a":"b c"})");
+  const Parsed two = parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>call:x{a:1}<|tool_call>call:y{b:<|\"|><|tool_call><|\"|>}<tool_call|>"));
+  ASSERT_EQ(two.calls.size(), 2u);
+  EXPECT_EQ(two.calls[0].arguments, R"({"a":1})");
+  EXPECT_EQ(two.calls[1].arguments, R"({"b":"<|tool_call>"})");
   const std::string deep = "call:x{a:" + std::string(100, '[') + "1" + std::string(100, ']') + "}";
   EXPECT_EQ(parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>" + deep + "<tool_call|>")).content, "<|tool_call>" + deep + "<tool_call|>");
 }
@@ -138,6 +152,11 @@ TEST(ReplyParser, CallsAsTextStandAlone) {
   parsed = parse_text("{\"name\": \"f\", \"parameters\": {\"x\": 1}}");   // Llama 3's form
   ASSERT_EQ(parsed.calls.size(), 1u);
   EXPECT_EQ(parsed.calls[0].arguments, R"({"x":1})");
+  for (const std::string& text : {std::string("{\"name\": \"f\"}\0 and more", 23), std::string("{\"name\": \"f\", \"arguments\": {\"x\": 1, \"x\": 2}}")}) {
+    parsed = parse_text(text);
+    EXPECT_TRUE(parsed.calls.empty()) << text;
+    EXPECT_EQ(parsed.content, text);
+  }
   for (const std::string text : {"I would write <tool_call>{\"name\": \"f\"}</tool_call>", "<tool_call>nothing</tool_call> more", "<tool_cal", "<tool_call>",
                                  "{\"x\": 1}", "{\"name\": \"f\"} is a call", "  ", "[1]", "<"}) {
     parsed = parse_text(text);
@@ -149,11 +168,51 @@ TEST(ReplyParser, CallsAsTextStandAlone) {
   EXPECT_EQ(parsed.content, " and then this");
 }
 
+constexpr std::string_view kYou = "\xE4\xBD\xA0";   // one character of three bytes
+
+int count(std::string_view text, std::string_view part) {
+  int n = 0;
+  for (size_t at = text.find(part); at != text.npos; at = text.find(part, at + part.size())) ++n;
+  return n;
+}
+
+// How often these bytes stand in the ids with no control token between them.
+int count_of_bytes(const std::vector<int32_t>& ids, std::string_view part) {
+  int n = 0;
+  for (size_t at = 0; at + part.size() <= ids.size(); ++at)
+    n += std::equal(part.begin(), part.end(), ids.begin() + static_cast<std::ptrdiff_t>(at),
+                    [](char byte, int32_t id) { return static_cast<unsigned char>(byte) == id; });
+  return n;
+}
+
+std::string ascii(const std::string& text) {
+  std::string kept;
+  for (char c : text)
+    if (static_cast<unsigned char>(c) < 0x80) kept += c;
+  return kept;
+}
+
+// A value's keys, strings and numbers without notation and escapes.
+std::string plain_text(const nlohmann::ordered_json& value) {
+  if (value.is_string()) return value.get<std::string>();
+  if (!value.is_structured()) return value.dump();
+  std::string text;
+  for (const auto& item : value.items()) text += (value.is_object() ? item.key() : "") + plain_text(item.value());
+  return text;
+}
+
+// How often each ASCII letter and digit stands in a text.
+std::array<int, 128> letters(const std::string& text) {
+  std::array<int, 128> n{};
+  for (char c : ascii(text)) n[static_cast<size_t>(c)] += std::isalnum(static_cast<unsigned char>(c)) != 0;
+  return n;
+}
+
 TEST(ReplyParser, AnyIdsKeepEveryByte) {
   std::mt19937 random(5);
   int n_calls = 0, n_thoughts = 0;
   const std::vector<std::string> scraps = {"call:f{", "a:1", "}", "{\"name\":\"f\",\"arguments\":{", "}}", "thought\n", "<tool_call>", "</tool_call>",
-                                           ",", "\xE4\xBD\xA0", "\xF0\x9F", " ", "\n"};
+                                           ",", std::string(kYou), "\xF0\x9F", " ", "\n"};
   for (const std::vector<std::string>& named : {kGemma, kHermes, std::vector<std::string>()}) {
     const auto tokenizer = byte_tokenizer(named);
     for (int round = 0; round < 4000; ++round) {
@@ -178,28 +237,34 @@ TEST(ReplyParser, AnyIdsKeepEveryByte) {
       const Parsed parsed = parse(*tokenizer, ids, finds_calls, round % 5 == 0);
       n_calls += !parsed.calls.empty();
       n_thoughts += !parsed.reasoning.empty();
-      if (!parsed.calls.empty()) {
-        EXPECT_TRUE(finds_calls);
-        continue;   // what calls are made of is told by the other tests
-      }
       // Names of control tokens may be shown or not, and so may the name of a thought.
       const auto bare = [&](std::string text) {
         for (const std::string& name : {std::string("<|channel>"), std::string("<channel|>"), std::string("<|tool_call>"), std::string("<tool_call|>"),
                                         std::string("<|\"|>"), std::string("<turn|>"), std::string("<tool_call>"), std::string("</tool_call>"),
-                                        std::string("<think>"), std::string("</think>"), std::string("<|im_end|>"), std::string("thought\n")})
+                                        std::string("<think>"), std::string("</think>"), std::string("<|im_end|>"), std::string("thought\n"), std::string("thought")})
           for (size_t at = text.find(name); at != std::string::npos; at = text.find(name)) text.erase(at, name.size());
         return text;
       };
-      std::string expected;
-      // Characters are not put together across a control token that separates what they belong to; so compare the bytes that are ASCII.
-      const auto ascii = [](const std::string& text) {
-        std::string kept;
-        for (char c : text)
-          if (static_cast<unsigned char>(c) < 0x80) kept += c;
-        return kept;
-      };
-      expected = tokenizer->decode(ids, true);
-      EXPECT_EQ(ascii(bare(parsed.all)), ascii(bare(expected))) << "round " << round;
+      EXPECT_TRUE(finds_calls || parsed.calls.empty());
+      std::string in_calls;
+      for (const ParsedCall& call : parsed.calls) in_calls += bare(call.name + plain_text(nlohmann::ordered_json::parse(call.arguments)));
+      EXPECT_EQ(count(parsed.all + in_calls, kYou), count_of_bytes(ids, kYou)) << "round " << round;
+      const std::string expected = bare(tokenizer->decode(ids, true)), got = bare(parsed.all);
+      if (parsed.calls.empty()) {
+        // Characters are not put together across a control token that separates what they belong to; so the order is compared of ASCII.
+        EXPECT_EQ(ascii(got), ascii(expected)) << "round " << round;
+      } else {
+        // A call's own bytes are in its name and arguments; what else is gone are the words of the notation.
+        std::array<int, 128> gone = letters(expected);
+        for (const auto& found : {letters(got), letters(in_calls)})
+          for (size_t c = 0; c < gone.size(); ++c) gone[c] -= found[c];
+        const int n_gemma = gone['c'], n_arguments = gone['g'], n_json = static_cast<int>(parsed.calls.size()) - n_gemma;
+        std::array<int, 128> words{};
+        for (const auto& [word, n] : {std::pair("call", n_gemma), std::pair("name", n_json), std::pair("arguments", n_arguments)})
+          for (const char* c = word; *c != '\0'; ++c) words[static_cast<size_t>(*c)] += n;
+        EXPECT_EQ(gone, words) << "round " << round << ": " << expected << " became " << got << " and " << in_calls;
+        EXPECT_TRUE(n_gemma >= 0 && n_json >= 0 && n_arguments >= 0) << "round " << round;
+      }
     }
   }
   EXPECT_GT(n_calls, 50);
