@@ -235,7 +235,7 @@ std::vector<Allocation> plan_all(const Program& program, const StepLimits& limit
 class CpuExecutor final : public HostExecutor<float> {
  public:
   CpuExecutor(const Program& program, const StepLimits& limits, std::shared_ptr<ThreadPool> pool, CpuPrecision precision)
-      : HostExecutor<float>(program, limits, cache_is_f16(limits.cache_type, precision)),
+      : HostExecutor<float>(program, limits, cache_is_f16(limits.cache_type, precision), true),
         owned_pool_(std::move(pool)),
         pool_(*owned_pool_),
         packing_(program_, precision),
@@ -710,6 +710,7 @@ class CpuExecutor final : public HostExecutor<float> {
     const int window = program_.groups[static_cast<size_t>(cache.group)].window;
     const auto fits = [&](int64_t token, int64_t first) {
       return token < n_tokens_ && token - first < max_tokens && sequence(token) == sequence(first) &&
+             position(token) - position(first) == token - first &&
              split_keys(position(token), window) == split_keys(position(first), window);
     };
     tasks_.clear();

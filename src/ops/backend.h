@@ -61,7 +61,8 @@ class Executor {
   // Counts for the penalties of one sequence, forgotten and set anew; Sample then counts what it chooses.
   virtual void set_history(int sequence, std::span<const int32_t> prompt, std::span<const int32_t> reply) = 0;
   // Asynchronous where the device is; throws Error(kDevice) when the device fails. What only passes from op to op of one
-  // run (program.h: only_passes) may never be in memory: after it, read_rows of such rows gives anything.
+  // run (program.h: only_passes) may never be in memory, and rows of tokens may be dropped where only outputs are read (output_part):
+  // after it, read_rows of such rows gives anything.
   virtual void run(OpRange range = {}) = 0;
   virtual void synchronize() = 0;
   // Of the last run, [n_outputs]; waits for the device.

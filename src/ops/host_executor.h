@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -29,11 +30,13 @@ void check_input(const Program& program, const StepLimits& limits, const StepInp
 template <class Real>
 class HostExecutor : public Executor {
  public:
-  // cache_is_f16: values beyond the range of f16 are stored as its largest.
-  HostExecutor(const Program& program, const StepLimits& limits, bool cache_is_f16 = false)
+  // cache_is_f16: values beyond the range of f16 are stored as its largest. drops_rows: those that are no outputs, where only outputs
+  // are read from on (output_part).
+  HostExecutor(const Program& program, const StepLimits& limits, bool cache_is_f16 = false, bool drops_rows = false)
       : program_(program),
         limits_(limits),
         cache_is_f16_(cache_is_f16),
+        output_part_(drops_rows ? output_part(program) : std::nullopt),
         plan_(plan_host_buffers(program, limits, sizeof(Real), cache_is_f16 ? sizeof(uint16_t) : sizeof(Real))) {
     size_t next = 0;
     const auto take = [&] {
@@ -57,8 +60,9 @@ class HostExecutor : public Executor {
 
   void set_input(const StepInput& input) override {
     check_input(program_, limits_, input);
-    n_tokens_ = input.n_tokens();
+    n_tokens_ = n_input_tokens_ = input.n_tokens();
     n_outputs_ = input.n_outputs();
+    has_dropped_ = false;
     copy_in(input.ids, ids_);
     copy_in(input.positions, positions_);
     copy_in(input.sequences, sequences_);
@@ -80,13 +84,14 @@ class HostExecutor : public Executor {
     const size_t end = std::min(range.end, program_.ops.size());
     for (size_t i = range.begin; i < end; ++i) {
       const Op& op = program_.ops[i];
+      if (output_part_) place_rows(i);
       if (std::holds_alternative<Sample>(op)) {
         run_sample(std::get<Sample>(op));
       } else if (std::holds_alternative<Advance>(op)) {
         run_advance();
       } else if (std::holds_alternative<CopyPages>(op)) {
         run_copy_pages();
-      } else {
+      } else if (!has_dropped_ || n_tokens_ > 0) {
         execute(op);
       }
     }
@@ -155,10 +160,10 @@ class HostExecutor : public Executor {
   int64_t n_rows(Rows rows) const {
     return program_.rows[static_cast<size_t>(rows.slot)].count == RowCount::kTokens ? n_tokens_ : n_outputs_;
   }
-  int32_t id(int64_t token) const { return ids_.as<int32_t>()[token]; }
-  int32_t position(int64_t token) const { return positions_.as<int32_t>()[token]; }
-  int32_t sequence(int64_t token) const { return sequences_.as<int32_t>()[token]; }
-  int32_t output_row(int64_t index) const { return output_rows_.as<int32_t>()[index]; }
+  int32_t id(int64_t token) const { return ids_.as<int32_t>()[input_row(token)]; }
+  int32_t position(int64_t token) const { return positions_.as<int32_t>()[input_row(token)]; }
+  int32_t sequence(int64_t token) const { return sequences_.as<int32_t>()[input_row(token)]; }
+  int64_t output_row(int64_t index) const { return has_dropped_ ? index : output_rows_.as<int32_t>()[index]; }
 
   // A group's caches lie as [n_pages][caches][keys, values][n_kv_heads][kPageTokens][head_dim]: attention reads a head's part of
   // a page as one stream; and pages that are in use lie together, so that huge pages waste no memory.
@@ -189,17 +194,37 @@ class HostExecutor : public Executor {
   // cos and sin of a token's angles: [head_dim / 2] cosines, then as many sines.
   const Real* rope_of(int rope, int64_t token) const {
     const auto n_pairs = static_cast<int64_t>(program_.ropes[static_cast<size_t>(rope)].frequencies.size());
-    return ropes_[static_cast<size_t>(rope)].template as<Real>() + token * 2 * n_pairs;
+    return ropes_[static_cast<size_t>(rope)].template as<Real>() + input_row(token) * 2 * n_pairs;
   }
   const float* vector_values(VectorRef ref) const { return ref.present() ? program_.vector(ref).values.data() : nullptr; }
 
   const Program program_;
   const StepLimits limits_;
   const bool cache_is_f16_;
-  int64_t n_tokens_ = 0;
+  int64_t n_tokens_ = 0;            // rows that are there now
   int64_t n_outputs_ = 0;
 
  private:
+  // A row of the step's input: all of them, or the outputs.
+  int64_t input_row(int64_t token) const { return has_dropped_ ? output_rows_.as<int32_t>()[token] : token; }
+
+  // Before op `index`: rows that nobody reads from there on are dropped, and the others lie one behind the other. A list that is run
+  // again from before that has all rows again.
+  void place_rows(size_t index) {
+    if (index < output_part_->begin) {
+      has_dropped_ = false;
+      n_tokens_ = n_input_tokens_;
+    } else if (index == output_part_->begin && !has_dropped_ && n_outputs_ < n_tokens_) {
+      for (int slot : output_part_->slots) {
+        const Rows rows = whole(slot);
+        for (int64_t i = 0; i < n_outputs_; ++i)
+          if (output_row(i) != i) std::memcpy(row(rows, i), row(rows, output_row(i)), static_cast<size_t>(rows.cols) * sizeof(Real));
+      }
+      has_dropped_ = true;
+      n_tokens_ = n_outputs_;
+    }
+  }
+
   template <class T>
   static void copy_in(const std::vector<T>& from, const GuardedBuffer& to) {
     if (!from.empty()) std::memcpy(to.as<T>(), from.data(), from.size() * sizeof(T));
@@ -267,6 +292,9 @@ class HostExecutor : public Executor {
                           static_cast<size_t>(page_bytes_[group] * limits_.n_pages[group]), PageSize::kHuge);
   }
 
+  const std::optional<OutputPart> output_part_;
+  int64_t n_input_tokens_ = 0;
+  bool has_dropped_ = false;
   std::vector<Allocation> plan_;
   std::vector<GuardedBuffer> pools_;        // [groups]
   std::vector<int64_t> page_bytes_;         // [groups] of all its caches

@@ -274,6 +274,32 @@ std::optional<KeysFromValues> keys_from_values(const Program& program, int cache
   return std::nullopt;
 }
 
+std::optional<OutputPart> output_part(const Program& program) {
+  const auto fills = [](const Op& op) {
+    const auto* finish = std::get_if<QkvFinish>(&op);
+    return std::holds_alternative<Embed>(op) || (finish != nullptr && finish->n_kv_heads > 0);
+  };
+  OutputPart part;
+  size_t gather = 0;
+  for (size_t i = 0; i < program.ops.size(); ++i) {
+    if (fills(program.ops[i])) part.begin = i + 1;
+    if (std::holds_alternative<GatherRows>(program.ops[i])) gather = i;
+  }
+  // Of a list that begins or ends within a step nobody knows what is read.
+  if (part.begin == 0 || gather < part.begin) return std::nullopt;
+  std::vector<Rows> made;           // by these ops
+  for (size_t i = part.begin; i < program.ops.size(); ++i)
+    for_each_rows(program.ops[i], [&](Rows rows, bool written) {
+      if (program.rows[static_cast<size_t>(rows.slot)].count != RowCount::kTokens) return;
+      if (written) return made.push_back(rows);
+      const bool is_made = std::any_of(made.begin(), made.end(), [&](Rows each) {
+        return each.slot == rows.slot && each.col <= rows.col && rows.col + rows.cols <= each.col + each.cols;
+      });
+      if (!is_made && std::find(part.slots.begin(), part.slots.end(), rows.slot) == part.slots.end()) part.slots.push_back(rows.slot);
+    });
+  return part;
+}
+
 int logits_slot(const Program& program) {
   for (const Op& op : program.ops)
     if (const auto* sample = std::get_if<Sample>(&op)) return sample->logits.slot;

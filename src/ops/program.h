@@ -75,6 +75,14 @@ struct KeysFromValues {
 };
 std::optional<KeysFromValues> keys_from_values(const Program& program, int cache);
 
+// The ops from which on a step's other rows are of no use: behind the last one that fills a cache (in layers that share one nothing
+// does) only rows that leave through GatherRows are read. An executor may drop the others there.
+struct OutputPart {
+  size_t begin = 0;                 // index of the first of these ops
+  std::vector<int> slots;           // rows of tokens made before it that they read
+};
+std::optional<OutputPart> output_part(const Program& program);
+
 // The slot that the program samples from. Requires a Sample op.
 int logits_slot(const Program& program);
 

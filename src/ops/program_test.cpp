@@ -97,6 +97,29 @@ TEST(CheckShapes, AcceptsAWholeLayer) {
   EXPECT_EQ(layer.program.ops.size(), 14u);
 }
 
+TEST(OutputPartTest, BeginsBehindTheLastOpThatFillsACache) {
+  LayerProgram layer;
+  Program& program = layer.program;
+  const auto slots = [&] {
+    std::vector<std::string> names;
+    const OutputPart part = output_part(program).value();
+    for (int slot : part.slots) names.push_back(program.rows[static_cast<size_t>(slot)].name);
+    std::sort(names.begin(), names.end());
+    return names;
+  };
+  ASSERT_STREQ(op_name(program.ops[2]), "QkvFinish");
+  EXPECT_EQ(output_part(program).value().begin, 3u);
+  EXPECT_EQ(slots(), (std::vector<std::string>{"qkv", "residual"}));
+  // A layer that shares a cache fills none. Rows of which only a part is made again are still read.
+  layer.get<QkvFinish>(2).n_kv_heads = 0;
+  layer.get<Linear>(4).y.cols = 63;
+  EXPECT_EQ(output_part(program).value().begin, 1u);
+  EXPECT_EQ(slots(), (std::vector<std::string>{"residual", "y"}));
+  // Without a head all rows may be read by whoever runs the list.
+  program.ops.erase(program.ops.begin() + 9, program.ops.end());
+  EXPECT_FALSE(output_part(program).has_value());
+}
+
 TEST(CheckShapesDeathTest, RefusesEveryDisagreementByName) {
   testing::FLAGS_gtest_death_test_style = "fast";
   using Change = std::function<void(LayerProgram&)>;
