@@ -153,27 +153,33 @@ class ScriptedTest(unittest.TestCase):
         self.assertEqual(json.loads(response.output[2].arguments), {"zone": "UTC"})
 
     def test_what_is_not_written_right(self):
-        """Malformed calls are calls where they can be read, else all of their bytes are content; never an error."""
-        broken = {"a quote is missing": '<|tool_call>call:get_time{zone:<|"|>UTC}<tool_call|>', "a brace": f"<|tool_call>call:get_time{{zone:{string('UTC')}<tool_call|>",
-                  "no name": "<|tool_call>call:{}<tool_call|>", "no end": f"<|tool_call>call:get_time{{zone:{string('UTC')}}}", "nothing": "<|tool_call><tool_call|>",
-                  "no such tool": call("fly", "to:1"), "JSON": '<|tool_call>{"name": "get_time", "arguments": {"zone": "UTC"}}<tool_call|>',
-                  "single quotes": "<|tool_call>call:get_time{zone:'UTC'}<tool_call|>", "bare": "<|tool_call>call:get_time{zone:UTC}<tool_call|>",
-                  "an end alone": "<tool_call|>x", "call in prose": "Use call:get_time{zone:<|\"|>x<|\"|>} for it.", "a list": "[1]"}
-        client, _ = self.clients([(f"{i}<turn|>\n{USER}", 1, "Now: " + text + END) for i, text in enumerate(broken.values(), 10)])
-        for i, (name, text) in enumerate(broken.items(), 10):
+        """Malformed calls are the calls that they plainly mean, else all of their bytes are content; never an error, never other arguments."""
+        def utc(arguments):
+            return f"<|tool_call>call:get_time{{{arguments}}}<tool_call|>", "", [("get_time", {"zone": "UTC"})]
+
+        def unread(text):
+            return text, text, []
+        # What the model writes, and the content and calls that it is.
+        broken = {"a quote is missing": unread('<|tool_call>call:get_time{zone:<|"|>UTC}<tool_call|>'), "a brace": unread(f"<|tool_call>call:get_time{{zone:{string('UTC')}<tool_call|>"),
+                  "no name": unread("<|tool_call>call:{}<tool_call|>"), "nothing": unread("<|tool_call><tool_call|>"),
+                  "JSON": unread('<|tool_call>{"name": "get_time", "arguments": {"zone": "UTC"}}<tool_call|>'),
+                  "no end": (f"<|tool_call>call:get_time{{zone:{string('UTC')}}}", "", [("get_time", {"zone": "UTC"})]),
+                  "no such tool": (call("fly", "to:1"), "", [("fly", {"to": 1})]),
+                  "single quotes": utc("zone:'UTC'"), "double quotes": utc('zone:"UTC"'), "bare": utc("zone:UTC"), "keys in quotes": utc(f"'zone': {string('UTC')}"),
+                  "single quotes around commas": (call("get_weather", "city:'at 10:30, gate: B'"), "", [("get_weather", {"city": "at 10:30, gate: B"})]),
+                  "single quotes around lines": (call("get_weather", "city:'it\'s\nhere, line\nthird: x'"), "", [("get_weather", {"city": "it's\nhere, line\nthird: x"})]),
+                  "an apostrophe": (call("get_weather", "city:L'Aquila"), "", [("get_weather", {"city": "L'Aquila"})]),
+                  "bare lines": unread(call("get_weather", "city:first line\nsecond, line\nthird: x")), "a key of words": unread(call("get_weather", "city:Paris, the gate: B")),
+                  "a comma is missing": unread(call("get_weather", "city:Paris days:3")), "a single quote is missing": unread(call("get_weather", "city:'at 10:30, gate: B")),
+                  "an end alone": ("<tool_call|>x", "x", []), "a list": unread("[1]"),
+                  "call in prose": ("Use call:get_time{zone:<|\"|>x<|\"|>} for it.", "Use call:get_time{zone:x} for it.", [])}
+        client, _ = self.clients([(f"{i}<turn|>\n{USER}", 1, "Now: " + text + END) for i, (text, _, _) in enumerate(broken.values(), 10)])
+        for i, (name, (_, content, calls)) in enumerate(broken.items(), 10):
             fields = {"model": "any", "messages": [{"role": "user", "content": f"Case {i}"}], "tools": TOOLS}
-            with self.subTest(name):
-                whole, streamed = self.whole(client, fields), self.streamed(client, fields)
-                self.assertEqual(streamed[:4], whole[:4])
-                content, _, calls, finish, _ = whole
-                self.assertEqual(finish, "tool_calls" if calls else "stop")
-                self.assertTrue(content.startswith("Now: "))
-                if name in ("call in prose", "a list"):
-                    self.assertEqual((calls, content.startswith("Now: " + text.split("<")[0])), ([], True))
-                if "UTC" in text:
-                    self.assertIn("UTC", content + json.dumps(calls))
-                if name == "bare":
-                    self.assertEqual(calls, [("get_time", {"zone": "UTC"})])
+            for ask in (self.whole, self.streamed):
+                with self.subTest(name, ask=ask.__name__):
+                    said, _, made, finish, _ = ask(client, fields)
+                    self.assertEqual((said, made, finish), ("Now: " + content, calls, "tool_calls" if calls else "stop"))
 
 
 def main():

@@ -25,7 +25,43 @@ std::optional<Json> json_of(std::string_view text) {
   }
 }
 
-// Gemma 4's values: strings between <|"|>, objects and arrays as in JSON but for unquoted keys.
+bool is_letter_or_digit(char c) {
+  return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || static_cast<unsigned char>(c) >= 0x80;
+}
+
+// Quotes and dashes of typography (U+2000 to U+203F) are no letters.
+bool is_identifier(std::string_view text) {
+  const auto fits = [](char c) { return is_letter_or_digit(c) || c == '_' || c == '-' || c == '.' || c == '$'; };
+  return !text.empty() && std::all_of(text.begin(), text.end(), fits) && text.find("\xE2\x80") == std::string_view::npos;
+}
+
+// A quote between two letters is an apostrophe.
+bool is_apostrophe(std::string_view text, size_t at) {
+  return at > 0 && at + 1 < text.size() && is_letter_or_digit(text[at - 1]) && is_letter_or_digit(text[at + 1]);
+}
+
+// Whether an unquoted text can only be one value: nothing in it opens a string, a list or an object that the commas and braces around it may
+// belong to, and nothing looks like a further member whose comma is missing.
+bool is_plain_value(std::string_view text) {
+  if (text.find_first_of("\r\n\"`{[") != std::string_view::npos) return false;
+  if (std::count(text.begin(), text.end(), '(') != std::count(text.begin(), text.end(), ')')) return false;
+  for (std::string_view quote : {"\u2018", "\u201C", "\u201D", "\u201E"})
+    if (text.find(quote) != std::string_view::npos) return false;
+  for (size_t at = 0; at < text.size(); ++at) {
+    if (text[at] == '\'' && !is_apostrophe(text, at)) return false;
+    if (text[at] != ':') continue;
+    const std::string_view before = trim(text.substr(0, at));
+    const size_t space = before.find_last_of(" \t");
+    const std::string_view word = before.substr(space == std::string_view::npos ? before.size() : space + 1);
+    // "at 10:30" is a time.
+    if (is_identifier(word) && !(word[0] >= '0' && word[0] <= '9')) return false;
+  }
+  return true;
+}
+
+// Gemma 4's values: strings between <|"|>, objects and arrays as in JSON but for unquoted keys. What models write instead is read where it
+// can mean one thing only: strings in " or ', and strings without quotes. All else makes the call unreadable: it is better shown than
+// made with other arguments.
 class GemmaReader {
  public:
   explicit GemmaReader(std::string_view text) : text_(text) {}
@@ -54,24 +90,51 @@ class GemmaReader {
   void skip_space() {
     while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r')) ++at_;
   }
-  std::optional<std::string> read_quoted() {
-    for (std::string_view mark : {kQuote, std::string_view("\"")}) {
-      if (!take(mark)) continue;
-      const size_t end = text_.find(mark, at_);
-      if (end == std::string_view::npos) return std::nullopt;
-      std::string value(text_.substr(at_, end - at_));
-      at_ = end + mark.size();
-      return value;
-    }
-    return std::nullopt;
+  // One of the three kinds of quotes, or none.
+  std::string_view quote_here() const {
+    for (std::string_view mark : {kQuote, std::string_view("\""), std::string_view("'")})
+      if (text_.substr(at_).starts_with(mark)) return mark;
+    return {};
   }
-  bool at_quote() const { return text_.substr(at_).starts_with(kQuote) || text_.substr(at_).starts_with('"'); }
+  // What stands between two of them. Only between " and ' is there an escape: JSON's, and \'.
+  std::optional<std::string> read_quoted(std::string_view mark) {
+    at_ += mark.size();
+    size_t end = at_;
+    bool escapes = false;
+    for (;; ++end) {
+      if (mark == kQuote) end = std::min(text_.find(mark, end), text_.size());
+      if (end >= text_.size()) return std::nullopt;
+      if (mark != kQuote && text_[end] == '\\') {
+        escapes = true;
+        ++end;
+      } else if (text_.substr(end).starts_with(mark) && !(mark == "'" && end > at_ && is_apostrophe(text_, end))) {
+        break;
+      }
+    }
+    std::string value(text_.substr(at_, end - at_));
+    at_ = end + mark.size();
+    if (!escapes) return value;
+    std::string json = "\"";
+    for (size_t i = 0; i < value.size(); ++i) {
+      if (value[i] == '\\' && value[i + 1] == '\'') {
+        json += value[++i];
+      } else if (value[i] == '\\') {
+        json += value[i];
+        json += value[++i];
+      } else {
+        if (value[i] == '"') json += '\\';
+        json += value[i];
+      }
+    }
+    const std::optional<Json> read = json_of(json + '"');
+    return read && read->is_string() ? std::optional(read->get<std::string>()) : std::nullopt;
+  }
 
   std::optional<Json> read_value(int depth) {
     if (depth > kMaxDepth) return std::nullopt;
     skip_space();
-    if (at_quote()) {
-      std::optional<std::string> value = read_quoted();
+    if (const std::string_view mark = quote_here(); !mark.empty()) {
+      const std::optional<std::string> value = read_quoted(mark);
       return value ? std::optional<Json>(*value) : std::nullopt;
     }
     if (take("{")) return read_members(Json::object(), '}', depth);
@@ -80,8 +143,8 @@ class GemmaReader {
     const std::string_view bare = trim(text_.substr(at_, end - at_));
     at_ = end;
     if (bare.empty()) return std::nullopt;
-    const std::optional<Json> value = json_of(bare);
-    return value ? *value : Json(std::string(bare));
+    if (std::optional<Json> value = json_of(bare)) return value;
+    return is_plain_value(bare) ? std::optional<Json>(std::string(bare)) : std::nullopt;
   }
   std::optional<Json> read_members(Json whole, char end, int depth) {
     skip_space();
@@ -90,14 +153,15 @@ class GemmaReader {
       skip_space();
       std::string key;
       if (end == '}') {
-        if (at_quote()) {
-          std::optional<std::string> quoted = read_quoted();
+        if (const std::string_view mark = quote_here(); !mark.empty()) {
+          std::optional<std::string> quoted = read_quoted(mark);
           if (!quoted) return std::nullopt;
-          key = *quoted;
+          key = std::move(*quoted);
         } else {
           const size_t colon = text_.find(':', at_);
           if (colon == std::string_view::npos) return std::nullopt;
           key = std::string(trim(text_.substr(at_, colon - at_)));
+          if (!is_identifier(key)) return std::nullopt;
           at_ = colon;
         }
         skip_space();

@@ -69,8 +69,8 @@ class ReplyParser {
   std::string call_;                          // its text so far
 };
 
-// One call in Gemma 4's grammar: call:NAME{key:value,...}; or one or several as JSON: {"name": ..., "arguments": {...}}. Empty: it can
-// not be read.
+// One call in Gemma 4's grammar: call:NAME{key:value,...}, also with strings in other quotes or none where these can mean one thing only;
+// or one or several as JSON: {"name": ..., "arguments": {...}}. Empty: it can not be read.
 std::vector<ParsedCall> parse_gemma_call(std::string_view text);
 std::vector<ParsedCall> parse_json_calls(std::string_view text);
 

@@ -121,6 +121,48 @@ TEST(ReplyParser, WhatCanNotBeReadIsContent) {
   EXPECT_EQ(parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>" + deep + "<tool_call|>")).content, "<|tool_call>" + deep + "<tool_call|>");
 }
 
+// Case 21: a call with faults is the call that it plainly means, or content; never one with other arguments.
+TEST(ReplyParser, FaultyCallsAreReadAsMeantOrNotAtAll) {
+  const auto tokenizer = byte_tokenizer(kGemma);
+  const std::string q = "<|\"|>";
+  const std::pair<std::string, const char*> readable[] = {
+      {"{city:'Paris'}", R"({"city":"Paris"})"},
+      {"{city:'at 10:30, gate: B'}", R"({"city":"at 10:30, gate: B"})"},
+      {"{city:'', units:['c', 'it\'s {x}']}", R"({"city":"","units":["c","it's {x}"]})"},
+      {"{'city':'a \"b\"', \"to\" : \"'c'\", " + q + "x y" + q + ":1}", R"({"city":"a \"b\"","to":"'c'","x y":1})"},
+      {"{text:'first line\nsecond, line\nthird: x'}", R"({"text":"first line\nsecond, line\nthird: x"})"},
+      {"{text:\"a\nb\"}", R"({"text":"a\nb"})"},
+      {R"({text:"say \"a, b:c\"\n", other:'it\'s \u00e9 "x"\t'})", R"({"text":"say \"a, b:c\"\n","other":"it's é \"x\"\t"})"},
+      {"{text:it's fine, name:O'Neil}", R"({"text":"it's fine","name":"O'Neil"})"},
+      {"{at:10:30, on:Mon 11:00 (noon), url:http://x.org/a?b=c, path:C:\\new}",
+       R"x({"at":"10:30","on":"Mon 11:00 (noon)","url":"http://x.org/a?b=c","path":"C:\\new"})x"},
+      {"{\n  a-b.c: 1,\n  $d_2: true,\n  gr\u00F6\u00DFe: null\n}", R"({"a-b.c":1,"$d_2":true,"größe":null})"},
+      {"{\"city\": \"Paris\", \"at\": {\"x\": [1, \"}\"]}}", R"({"city":"Paris","at":{"x":[1,"}"]}})"},
+  };
+  for (const auto& [inner, arguments] : readable) {
+    const Parsed parsed = parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>call:f" + inner + "<tool_call|>"));
+    ASSERT_EQ(parsed.calls.size(), 1u) << inner;
+    EXPECT_EQ(parsed.calls[0].arguments, arguments) << inner;
+    EXPECT_EQ(parsed.content, "");
+  }
+  for (const std::string& inner : {
+           std::string("{city:first line\nsecond, line\nthird: x}"), std::string("{city:first line\nsecond}"), std::string("{city:a,line\nthird:x}"),
+           std::string("{city:Paris, the gate: B}"), std::string("{it's:1}"), std::string("{a'b':1}"), std::string("{(a):1}"), std::string("{\u201Ca\u201D:1}"),
+           std::string("{city:'at 10:30, gate: B}"), std::string("{city:at 10:30', gate: B}"), std::string("{city:the 'x, b: y' z}"),
+           std::string("{city:'the dogs' bowl, b:1'}"), std::string("{city:'a' b}"), std::string("{city:'a'b:'c'}"), std::string("{city:'a\\'}"),
+           std::string("{text:He said \"a, b:c\" twice}"), std::string("{text:\"a \"b, c:d\" e\"}"), std::string("{text:\"C:\\Users\"}"),
+           std::string("{text:`a, b:c`}"), std::string("{text:\u201Ca, b:c\u201D}"), std::string("{text:\u2018a\u2019}"),
+           std::string("{text:f(a, b:c)}"), std::string("{text:f [a, b:c}"), std::string("{text:f {a}}"),
+           std::string("{city:Paris days:3}"), std::string("{city:Paris days : 3}"), std::string("{a:1\nb:2}"), std::string("{a:1 b:2}"),
+           "{city:Paris" + q + ",b:1}", "{city:" + q + "Paris, b:" + q + "x" + q + "}", "{city:" + q + "a" + q + "b" + q + "}",
+           std::string("{city:'Paris'"), std::string("{city:Paris,}"), std::string("{a:'x',a:'y'}"), std::string("{'':1}")}) {
+    const std::string text = "<|tool_call>call:f" + inner + "<tool_call|>";
+    const Parsed parsed = parse(*tokenizer, ids_of(*tokenizer, text));
+    EXPECT_TRUE(parsed.calls.empty()) << inner << " became " << parsed.calls.front().arguments;
+    EXPECT_EQ(parsed.content, text);
+  }
+}
+
 TEST(ReplyParser, ThoughtsBeginWhereThePromptEnded) {
   const auto tokenizer = byte_tokenizer(kGemma);
   const Parsed parsed = parse(*tokenizer, ids_of(*tokenizer, "thinking on<channel|>answer"), true, true);
