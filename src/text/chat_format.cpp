@@ -124,6 +124,12 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const ChatPrompt&
   return ids;
 }
 
+std::optional<ChatFamily> find_family_of_marker(std::string_view token) {
+  for (const Markers& markers : all_markers())
+    if (markers.tokens.front() == token) return markers.family;
+  return std::nullopt;
+}
+
 std::optional<std::string> find_chat_template(const Checkpoint& checkpoint) {
   if (checkpoint.container() == Container::kGguf) return checkpoint.metadata().string("tokenizer.chat_template");
   namespace fs = std::filesystem;

@@ -68,6 +68,9 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const ChatPrompt&
 // it has one, settles the details. nullopt when the vocabulary has no markers of a built-in format (GPT-2).
 std::optional<ChatFormat> detect_chat_format(const Checkpoint& checkpoint, const Tokenizer& tokenizer);
 
+// Whose turns this token opens; nullopt when no built-in format's.
+std::optional<ChatFamily> find_family_of_marker(std::string_view token);
+
 // The Jinja template that the checkpoint carries.
 std::optional<std::string> find_chat_template(const Checkpoint& checkpoint);
 

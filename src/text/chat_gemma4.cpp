@@ -121,16 +121,11 @@ void write_required(PromptBuilder& out, const Json& list, std::string_view tool)
 
 // What a property can say that the declaration has no words for.
 void report_unexpressed(PromptBuilder& out, const Json& schema, std::string_view tool, const std::string& key) {
-  const auto report = [&](std::string_view what) {
-    out.warn(fmt::format("tool {}: parameter {}: {} has no form in this model's tool declarations and is left out",
-                         quote(tool), quote(key), quote(what)));
-  };
-  for (const char* keyword :
-       {"$ref", "anyOf", "oneOf", "allOf", "not", "if", "const", "patternProperties", "prefixItems"})
-    if (schema.is_object() && schema.contains(keyword)) report(keyword);
+  for (const std::string_view keyword : kRareKeywords)
+    if (schema.is_object() && schema.contains(keyword)) out.warn(unexpressed_warning(tool, key, keyword));
   const Json& type = member(schema, "type");
   if (truthy(member(schema, "enum")) && !(type.is_string() && ascii_upper(type.get<std::string>()) == "STRING"))
-    report("enum");
+    out.warn(unexpressed_warning(tool, key, "enum"));
 }
 
 // The members of "properties". own_keys_only: the schema of an object without "properties" is itself taken for them,
@@ -222,10 +217,8 @@ void write_declaration(PromptBuilder& out, const Json& function) {
       throw Error(ErrorCode::kBadInput,
                   fmt::format("tool {}: parameters is a {}, expected an object", quote(tool), parameters.type_name()));
     out.text(",parameters:{");
-    for (const char* keyword : {"anyOf", "oneOf", "allOf", "$defs", "definitions", "$ref"})
-      if (parameters.contains(keyword))
-        out.warn(fmt::format("tool {}: '{}' has no form in this model's tool declarations and is left out", quote(tool),
-                             keyword));
+    for (const std::string_view keyword : kRareRootKeywords)
+      if (parameters.contains(keyword)) out.warn(unexpressed_warning(tool, {}, keyword));
     if (const Json& properties = member(parameters, "properties"); truthy(properties)) {
       if (!properties.is_object())
         throw Error(ErrorCode::kBadInput, fmt::format("tool {}: properties is not an object", quote(tool)));

@@ -119,6 +119,12 @@ void read_tool_results(const Json& json, Message& message) {
 
 }  // namespace
 
+std::string unexpressed_warning(std::string_view tool, std::string_view parameter, std::string_view keyword) {
+  const std::string where = parameter.empty() ? "" : fmt::format("parameter {}: ", quote(parameter));
+  return fmt::format("tool {}: {}{} has no form in this model's tool declarations and is left out", quote(tool), where,
+                     quote(keyword));
+}
+
 Error bad_message(size_t index, std::string_view what) {
   return {ErrorCode::kBadInput, fmt::format("message {}: {}", index, what)};
 }

@@ -1,6 +1,7 @@
 // Messages as the chat formats need them, read from OpenAI's JSON and checked once for all formats.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -54,6 +55,14 @@ std::vector<Message> read_messages(const nlohmann::ordered_json& messages, bool 
 
 // The functions of OpenAI's tools list; empty for null. Throws Error(kBadInput) for anything else.
 std::vector<const nlohmann::ordered_json*> read_tools(const nlohmann::ordered_json& tools);
+
+// What a parameter's schema, or that of all parameters of a tool, can say that many formats have no form for.
+inline constexpr std::array<std::string_view, 9> kRareKeywords = {
+    "$ref", "anyOf", "oneOf", "allOf", "not", "if", "const", "patternProperties", "prefixItems"};
+inline constexpr std::array<std::string_view, 6> kRareRootKeywords = {"anyOf", "oneOf",       "allOf",
+                                                                      "$defs", "definitions", "$ref"};
+// The line that says so. parameter: empty for the schema of all parameters.
+std::string unexpressed_warning(std::string_view tool, std::string_view parameter, std::string_view keyword);
 
 std::string_view name(Role role);
 Error bad_message(size_t index, std::string_view what);

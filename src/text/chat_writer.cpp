@@ -45,24 +45,93 @@ struct Expectations {
 constexpr std::string_view kThoughtOpenings[] = {"<think>",      "<|channel>thought",  "[THINK]",
                                                  "<seed:think>", "<|START_THINKING|>", "<think:opensource>"};
 
+// What looks like a turn's control token: <|x|>, <|x>, <x|>, also with DeepSeek's bars, and Gemma's without bars.
+std::vector<std::string> find_markers(std::string_view text) {
+  constexpr size_t kMaxMarkerBytes = 48;
+  std::vector<std::string> found;
+  for (size_t at = text.find('<'); at != std::string_view::npos; at = text.find('<', at + 1)) {
+    const size_t end = text.find_first_of("<> \t\n\"'", at + 1);
+    if (end == std::string_view::npos || text[end] != '>' || end - at > kMaxMarkerBytes) continue;
+    std::string_view word = text.substr(at + 1, end - at - 1);
+    bool bars = false;
+    for (const std::string_view bar : {"|", "\uFF5C"}) {
+      if (word.starts_with(bar)) word.remove_prefix(bar.size()), bars = true;
+      if (word.ends_with(bar)) word.remove_suffix(bar.size()), bars = true;
+    }
+    if (!word.empty() && (bars || word == "start_of_turn" || word == "end_of_turn"))
+      found.emplace_back(text.substr(at, end - at + 1));
+  }
+  return found;
+}
+
+// A keyword of a tool's schema that many formats have no form for.
+struct RareKeyword {
+  Json::json_pointer schema;   // what it stands in, within the tool
+  std::string keyword;
+  std::string warning;         // that it is left out
+};
+
+// parameter: whose schema it is; empty: that of all.
+void find_rare_keywords(const Json& schema, const Json::json_pointer& at, const std::string& tool,
+                        const std::string& parameter, std::vector<RareKeyword>& found, int depth = 0) {
+  if (!schema.is_object() || depth > kMaxPythonDepth) return;
+  const auto look_for = [&](std::string_view keyword) {
+    if (schema.contains(keyword))
+      found.push_back({at, std::string(keyword), unexpressed_warning(tool, parameter, keyword)});
+  };
+  if (parameter.empty()) {
+    for (const std::string_view keyword : kRareRootKeywords) look_for(keyword);
+  } else {
+    for (const std::string_view keyword : kRareKeywords) look_for(keyword);
+    // Of strings most formats can list the values.
+    const auto type = schema.find("type");
+    const bool of_strings =
+        type != schema.end() && type->is_string() && ascii_upper(type->get<std::string>()) == "STRING";
+    if (!of_strings) look_for("enum");
+  }
+  if (const auto properties = schema.find("properties"); properties != schema.end() && properties->is_object())
+    for (const auto& [key, value] : properties->items())
+      find_rare_keywords(value, at / "properties" / key, tool, key, found, depth + 1);
+  if (const auto items = schema.find("items"); items != schema.end())
+    find_rare_keywords(*items, at / "items", tool, parameter, found, depth + 1);
+}
+
+std::string without_space(std::string_view text) {
+  std::string kept;
+  for (const char c : text)
+    if (c != ' ' && c != '\n' && c != '\t' && c != '\r') kept += c;
+  return kept;
+}
+
 class TemplateWriter : public ChatWriter {
  public:
   TemplateWriter(std::string name, std::string_view source, const Tokenizer& tokenizer)
       : name_(std::move(name)), tokenizer_(tokenizer), template_(compile(name_, source)) {
     find_expectations();
+    find_missing_markers();
   }
 
   ChatPrompt write(const Json& messages, const ChatOptions& options) const override {
     read_messages(messages, options.media_placeholders);  // throws for what no format can hold
     read_tools(options.tools);
     try {
-      return to_prompt(render(messages, options, expectations_));
+      ChatPrompt prompt = to_prompt(render(messages, options, expectations_));
+      report_unexpressed(options, prompt.warnings);
+      return prompt;
     } catch (const Error& error) {
       throw Error(error.code, fmt::format("{}: {}", name_, error.what()));
     }
   }
   std::string_view name() const override { return name_; }
   bool can_think() const override { return template_.reads("enable_thinking") || template_.reads("thinking"); }
+  // What the template writes as control tokens, and the vocabulary has not.
+  const std::vector<std::string>& missing_markers() const { return missing_markers_; }
+  std::string missing_markers_line() const {
+    std::string list;
+    for (const std::string& marker : missing_markers_) list += (list.empty() ? "" : ", ") + quote(marker);
+    return fmt::format("{}: it writes {}, which the vocabulary has no token{} for", name_, list,
+                       missing_markers_.size() == 1 ? "" : "s");
+  }
 
  private:
   static JinjaTemplate compile(const std::string& name, std::string_view source) {
@@ -185,14 +254,83 @@ class TemplateWriter : public ChatWriter {
     return out.take();
   }
 
-  // The text of a small conversation; nullopt when the template refuses it.
-  std::optional<std::string> try_out(const Json& messages, const Expectations& expectations) const {
+  // The text of a small conversation; nullopt when the template refuses it. own_only: without what is foreign.
+  std::optional<std::string> try_out(const Json& messages, const Expectations& expectations,
+                                     const ChatOptions& options = {}, bool own_only = false) const {
     try {
       std::string text;
-      for (const RenderedPiece& piece : render(messages, {}, expectations)) text += piece.text;
+      for (const RenderedPiece& piece : render(messages, options, expectations))
+        text += own_only && piece.foreign ? "\n" : piece.text;
       return text;
     } catch (const Error&) {
       return std::nullopt;
+    }
+  }
+
+  // What is no token is tokenised as text, and a model that was trained on the token reads noise (case 1).
+  void find_missing_markers() {
+    const Json question = {{"role", "user"}, {"content", "beryl-question"}};
+    const Json answer = {{"role", "assistant"}, {"content", "beryl-answer"}};
+    ChatOptions with_tool;   // some templates are only for conversations with tools
+    with_tool.tools = Json::parse(
+        R"([{"type": "function", "function": {"name": "beryl_tool", "description": "", "parameters": {}}}])");
+    std::optional<std::string> text;
+    for (const Json& messages : {Json::array({question, answer, question}), Json::array({question})})
+      for (const ChatOptions& options : {ChatOptions(), with_tool})
+        if (!text) text = try_out(messages, expectations_, options, true);
+    if (!text) return;
+    for (std::string& marker : find_markers(*text)) {
+      if (tokenizer_.find_token(marker)) continue;
+      if (std::find(missing_markers_.begin(), missing_markers_.end(), marker) == missing_markers_.end())
+        missing_markers_.push_back(std::move(marker));
+    }
+    if (!missing_markers_.empty())
+      warnings_.push_back(fmt::format("{}: {} ordinary text", missing_markers_line(),
+                                      missing_markers_.size() == 1 ? "it becomes" : "they become"));
+  }
+
+  // A template leaves out what its author did not think of, without a word (case 19). What makes no difference to the
+  // prompt is not in it: so each tool with such keywords is written once more, alone, without them.
+  void report_unexpressed(const ChatOptions& options, std::vector<std::string>& warnings) const {
+    size_t budget = 4 << 20;   // bytes of tools that are written for this: a fraction of a second
+    const Json question = Json::array({{{"role", "user"}, {"content", "beryl-question"}}});
+    for (const Json& tool : options.tools) {   // read_tools has checked them
+      const Json& function = tool["function"];
+      const auto parameters = function.find("parameters");
+      if (parameters == function.end()) continue;
+      std::vector<RareKeyword> rare;
+      find_rare_keywords(*parameters, Json::json_pointer("/function/parameters"), function["name"].get<std::string>(),
+                         {}, rare);
+      if (rare.empty()) continue;
+      ChatOptions probe;
+      probe.enable_thinking = options.enable_thinking;
+      probe.template_variables = options.template_variables;
+      probe.today = "01 Jan 2026";   // no difference by the clock
+      probe.tools = Json::array({tool});
+      const std::optional<std::string> whole = try_out(question, expectations_, probe);
+      const std::string as_it_is = without_space(parameters->dump(-1, ' ', false, Json::error_handler_t::replace));
+      const size_t cost = as_it_is.size() + 1000;
+      // Most templates write the schema as it is.
+      if (!whole || without_space(*whole).find(as_it_is) != std::string::npos) continue;
+      const auto report = [&](auto&& self, size_t begin, size_t end) -> void {
+        if (cost > budget) return;
+        budget -= cost;
+        probe.tools = Json::array({tool});
+        for (size_t i = begin; i < end; ++i) probe.tools[0][rare[i].schema].erase(rare[i].keyword);
+        if (try_out(question, expectations_, probe) == whole) {
+          for (size_t i = begin; i < end; ++i)
+            if (std::find(warnings.begin(), warnings.end(), rare[i].warning) == warnings.end())
+              warnings.push_back(rare[i].warning);
+        } else if (end - begin > 1) {
+          self(self, begin, begin + (end - begin) / 2);
+          self(self, begin + (end - begin) / 2, end);
+        }
+      };
+      report(report, 0, rare.size());
+      if (cost > budget) {
+        warnings.push_back("the tools' schemas are too many to find out all that the chat template leaves out of them");
+        return;
+      }
     }
   }
 
@@ -231,6 +369,7 @@ class TemplateWriter : public ChatWriter {
   const Tokenizer& tokenizer_;
   JinjaTemplate template_;
   Expectations expectations_;
+  std::vector<std::string> missing_markers_;
 };
 
 }  // namespace
@@ -252,10 +391,20 @@ std::unique_ptr<ChatWriter> make_chat_writer(const Checkpoint& checkpoint, const
                                 tokenizer);
   }
   std::string why_not;
+  std::unique_ptr<ChatWriter> with_missing_markers;
   if (choice == TemplateChoice::kAuto) {
     if (const auto own = find_chat_template(checkpoint)) {
       try {
-        return make_template_writer("the model's chat template", *own, tokenizer);
+        auto writer = std::make_unique<TemplateWriter>("the model's chat template", *own, tokenizer);
+        // Some models are trained on ChatML's markers, or on ones of their own, as plain text; on the others' none is.
+        const auto is_of_others = [](const std::string& marker) {
+          const std::optional<ChatFamily> family = find_family_of_marker(marker);
+          return family && *family != ChatFamily::kChatMl;
+        };
+        const std::vector<std::string>& missing = writer->missing_markers();
+        if (std::none_of(missing.begin(), missing.end(), is_of_others)) return writer;
+        why_not = writer->missing_markers_line();
+        with_missing_markers = std::move(writer);
       } catch (const Error& error) {
         why_not = error.what();
       }
@@ -263,6 +412,7 @@ std::unique_ptr<ChatWriter> make_chat_writer(const Checkpoint& checkpoint, const
   }
   std::optional<ChatFormat> format = detect_chat_format(checkpoint, tokenizer);
   if (!format) {
+    if (with_missing_markers) return with_missing_markers;
     if (!why_not.empty()) throw Error(ErrorCode::kUnsupported, fmt::format("{}: {}", checkpoint.path(), why_not));
     return nullptr;
   }

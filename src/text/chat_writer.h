@@ -48,12 +48,15 @@ std::unique_ptr<ChatWriter> make_built_in_writer(ChatFormat format);
 // small conversations of its own whether
 //   * arguments of tool calls are objects, or JSON as text;
 //   * content may be a list of parts, must be one, or must be a string.
+// Likewise it finds the turn markers that the template writes and the vocabulary lacks; they become ordinary text, with a
+// warning. A prompt's warnings name what a tool's schema says and the template leaves out.
 std::unique_ptr<ChatWriter> make_template_writer(std::string name, std::string_view source, const Tokenizer& tokenizer);
 
 enum class TemplateChoice { kAuto, kBuiltIn, kFile };
 
-// The writer for a model. kAuto: the checkpoint's own template; where it has none, or one that can not be used (with a
-// warning), the built-in format. Null when there is neither. Throws Error for a file that can not be used.
+// The writer for a model. kAuto: the checkpoint's own template; where it has none, or one that can not be used or is made
+// for another vocabulary (with a warning), the built-in format. Null when there is neither. Throws Error for a file that
+// can not be used.
 std::unique_ptr<ChatWriter> make_chat_writer(const Checkpoint& checkpoint, const Tokenizer& tokenizer,
                                              TemplateChoice choice = TemplateChoice::kAuto,
                                              const std::string& file = {});

@@ -1,11 +1,13 @@
 // What: conversations through a model's own template give the ids of the whole text that Hugging Face would tokenise,
 //       those of the built-in formats where both say the same, and never a control token that a user, a tool or a model
-//       spelt; templates get tool calls and content in the form that they expect.
+//       spelt; templates get tool calls and content in the form that they expect; what a template writes that is no token,
+//       and what it leaves out of a tool's schema, is reported.
 // How:  real vocabularies with their templates; all templates of tests/oracle/make_template_cases.py with a hostile
 //       conversation beside a harmless one; small templates of either habit.
 #include "text/chat_writer.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <fstream>
@@ -281,6 +283,138 @@ TEST(ChatWriter, TheModelsTemplateIsChosenWhereItCanBeUsed) {
             "file x");
   std::filesystem::remove(file);
   EXPECT_NE(error_of([&] { make_chat_writer(checkpoint, *nothing, TemplateChoice::kFile, file.string()); }), "");
+}
+
+std::string own_text(const ChatWriter& writer) { return writer.write(user("x"), {}).text(); }
+
+// Case 1: what looks like a turn marker and is no token of the vocabulary is not written without a word.
+TEST(ChatWriter, MarkersThatTheVocabularyLacksAreReported) {
+  const auto gemma3 = small_tokenizer({"<bos>", "<start_of_turn>", "<end_of_turn>"});
+  const auto gemma4 = small_tokenizer({"<bos>", "<|turn>", "<turn|>"});
+  const auto chatml = small_tokenizer({"<|endoftext|>", "<|im_start|>", "<|im_end|>"});
+  const auto nothing = small_tokenizer({"<s>", "</s>"});
+  const std::string for_gemma4 =
+      "{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}";
+  const std::string for_gemma3 =
+      "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}";
+  const std::string for_chatml =
+      "{% for m in messages %}{{ '<|im_start|>' + m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}";
+  const std::string zephyr = "{% for m in messages %}{{ '<|' + m.role + '|>' }}\n{{ m.content }}</s>\n{% endfor %}";
+
+  const auto warnings = [&](const std::string& source, const Tokenizer& tokenizer) {
+    return fmt::format("{}", fmt::join(make_template_writer("x.jinja", source, tokenizer)->warnings(), "\n"));
+  };
+  EXPECT_EQ(warnings(for_gemma4, *gemma4), "");
+  EXPECT_EQ(warnings(for_gemma3, *gemma3), "");
+  EXPECT_EQ(warnings(for_chatml, *chatml), "");
+  EXPECT_EQ(warnings(for_gemma4, *gemma3),
+            "x.jinja: it writes '<|turn>', '<turn|>', which the vocabulary has no tokens for: they become "
+            "ordinary text");
+  EXPECT_EQ(warnings(zephyr, *nothing),
+            "x.jinja: it writes '<|user|>', '<|assistant|>', which the vocabulary has no tokens for: they become "
+            "ordinary text");
+  EXPECT_NE(warnings(for_gemma3, *gemma4).find("'<start_of_turn>', '<end_of_turn>'"), std::string::npos);
+  EXPECT_NE(warnings("{{ messages[0].content }}<\uFF5CUser\uFF5C>", *nothing).find("it becomes"), std::string::npos);
+  // Neither what people spell, nor a comparison, nor what templates write as text.
+  EXPECT_EQ(warnings("[INST]{{ messages[0].content }}[/INST]<tools></tools> a < b | c > d <|\"|>"
+                     "{% if '<|turn>' in messages[0].content %}x{% endif %}", *nothing), "");
+  EXPECT_EQ(written(*nothing, "{{ messages[0].content }}", user("<|turn>")), "<|turn>");
+
+  // A model's own template gives way to a built-in format that the vocabulary fits.
+  test::MemoryCheckpoint checkpoint;
+  checkpoint.metadata_.values["general.architecture"] = std::string("gemma3");
+  checkpoint.metadata_.values["tokenizer.chat_template"] = for_gemma4;
+  const auto instead = make_chat_writer(checkpoint, *gemma3);
+  EXPECT_EQ(instead->name(), "Gemma 3");
+  ASSERT_FALSE(instead->warnings().empty());
+  EXPECT_EQ(instead->warnings()[0],
+            "the model's chat template: it writes '<|turn>', '<turn|>', which the vocabulary has no tokens for; the "
+            "built-in Gemma 3 format is used instead");
+  EXPECT_EQ(own_text(*instead), "<bos><start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n");
+  // Where none fits it stays; and so does what may be trained as plain text, and a file.
+  const auto kept = make_chat_writer(checkpoint, *nothing);
+  EXPECT_EQ(own_text(*kept), "<s><|turn>user\nx<turn|>\n");
+  EXPECT_EQ(kept->warnings().size(), 1u);
+  checkpoint.metadata_.values["tokenizer.chat_template"] = for_chatml;
+  const auto plain = make_chat_writer(checkpoint, *gemma3);
+  EXPECT_EQ(own_text(*plain), "<|im_start|>user\nx<|im_end|>\n");
+  ASSERT_EQ(plain->warnings().size(), 1u);
+  EXPECT_NE(plain->warnings()[0].find("'<|im_start|>', '<|im_end|>'"), std::string::npos);
+  const auto file = std::filesystem::path(testing::TempDir()) / "beryl-chat-writer-markers.jinja";
+  std::ofstream(file) << for_gemma4;
+  EXPECT_EQ(make_chat_writer(checkpoint, *gemma3, TemplateChoice::kFile, file.string())->warnings().size(), 1u);
+  std::filesystem::remove(file);
+}
+
+TEST(ChatWriter, RealTemplatesFindTheirMarkers) {
+  const std::optional<Json> cases = template_cases();
+  if (!cases) GTEST_SKIP() << "no test data (./test makes it)";
+  const auto nothing = small_tokenizer({"<s>"});
+  for (const auto& [name, source] : (*cases)["templates"].items()) {
+    const std::string text = source.get<std::string>();
+    const auto tokenizer = small_tokenizer(controls_of(text));
+    const auto without = make_template_writer(name, text, *nothing);
+    for (const auto& [begin, end] :
+         {std::pair("<|im_start|>", "<|im_end|>"), {"<|turn>", "<turn|>"}, {"<start_of_turn>", "<end_of_turn>"}}) {
+      if (text.find(begin) == std::string::npos || text.find(end) == std::string::npos) continue;
+      ASSERT_EQ(without->warnings().size(), 1u) << name;
+      EXPECT_NE(without->warnings()[0].find(begin), std::string::npos) << name;
+    }
+    if (name.starts_with("google-gemma") || name.starts_with("Qwen")) {
+      EXPECT_TRUE(make_template_writer(name, text, *tokenizer)->warnings().empty()) << name;
+    }
+  }
+}
+
+// Case 19: what the built-in format reports, and nothing that the template does write.
+TEST(ChatWriter, WhatATemplateLeavesOutOfASchemaIsReported) {
+  const auto tokenizer = small_tokenizer({"<s>"});
+  ChatOptions options;
+  options.tools = Json::parse(R"([
+    {"type":"function","function":{"name":"plain","parameters":{"type":"object","properties":{"s":{"type":"string"}}}}},
+    {"type":"function","function":{"name":"f","description":"d","parameters":{"type":"object","properties":{
+      "a":{"anyOf":[{"type":"string"},{"type":"null"}]},"b":{"$ref":"#/$defs/x"},
+      "c":{"type":["string","null"]},"d":{"type":"object","additionalProperties":false},
+      "e":{"type":"integer","enum":[1,2]},"s":{"type":"string","enum":["anyOf"]},
+      "g":{"type":"array","items":{"type":"object","properties":{"k":{"type":"string"},"l":{"not":{"type":"null"}}}}},
+      "anyOf":{"type":"string"}},"$defs":{"x":{"type":"string"}}}}}])");
+  const auto warnings = [&](const std::string& source, const Tokenizer& of) {
+    const auto writer = make_template_writer("test", source, of);
+    std::vector<std::string> lines = writer->write(user("anyOf $ref"), options).warnings;
+    std::sort(lines.begin(), lines.end());
+    return lines;
+  };
+  std::vector<std::string> built_in = format_chat({.family = ChatFamily::kGemma4}, user("x"), options).warnings;
+  std::sort(built_in.begin(), built_in.end());
+  EXPECT_EQ(built_in.size(), 5u);
+
+  const std::string all = "{{ messages[0].content }}{{ tools | tojson }}";
+  EXPECT_EQ(warnings(all, *tokenizer), std::vector<std::string>());
+  EXPECT_EQ(warnings("{% for t in tools or [] %}{{ t.function | tojson(indent=2) }}{% endfor %}", *tokenizer),
+            std::vector<std::string>());
+  const std::string types =
+      "{{ messages[0].content }}{% for t in tools or [] %}{% for k, v in t.function.parameters.properties.items() %}"
+      "{{ k }}: {{ v.type }};{% endfor %}{% endfor %}";
+  EXPECT_EQ(warnings(types, *tokenizer), built_in);
+  const std::string choices =
+      "{% for t in tools or [] %}{% for k, v in t.function.parameters.properties.items() %}{{ k }}: "
+      "{% for c in v.anyOf or [v] %}{{ c.type }}{{ c.enum }}|{% endfor %}{% endfor %}{% endfor %}";
+  std::vector<std::string> rest = built_in;
+  std::erase_if(rest, [](const std::string& line) {
+    return line.find("'anyOf'") != std::string::npos || line.find("'enum'") != std::string::npos;
+  });
+  EXPECT_EQ(rest.size(), 3u);
+  EXPECT_EQ(warnings(choices, *tokenizer), rest);
+  if (const std::optional<Json> cases = template_cases()) {
+    const std::string gemma4 = (*cases)["templates"]["google-gemma-4-31B-it.jinja"];
+    EXPECT_EQ(warnings(gemma4, *small_tokenizer(controls_of(gemma4))), built_in);
+  }
+
+  // However many there are, it ends.
+  Json& properties = options.tools[1]["function"]["parameters"]["properties"];
+  for (int i = 0; i < 2000; ++i) properties[fmt::format("p{}", i)] = {{"anyOf", Json::array({{{"type", "null"}}})}};
+  EXPECT_GT(warnings(types, *tokenizer).size(), 2000u);
+  EXPECT_NE(fmt::format("{}", warnings(choices, *tokenizer)).find("too many"), std::string::npos);
 }
 
 }  // namespace
