@@ -152,6 +152,27 @@ class ScriptedTest(unittest.TestCase):
         self.assertEqual([item.type for item in response.output], ["reasoning", "message", "function_call"])
         self.assertEqual(json.loads(response.output[2].arguments), {"zone": "UTC"})
 
+    def test_blocks_keep_their_order(self):
+        """What the model says before, between and behind calls, in streams however their pieces come, as in whole answers."""
+        client, other = self.clients([(THINKS, 1, "First." + call("get_time", f"zone:{string('UTC')}") + "Then." + call("get_weather", f"city:{string('Rome')}") + "Last." + END)])
+        tools = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+        asked = {"model": "any", "messages": [{"role": "user", "content": "Go."}], "tools": tools, "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+        expected = ["First.", "get_time", "Then.", "get_weather", "Last."]
+
+        def said(blocks):
+            return [block.text if block.type == "text" else block.name for block in blocks]
+        self.assertEqual(said(other.messages.create(**asked).content), expected)
+        wish = {"model": "any", "input": "Go.", "tools": [tool["function"] | {"type": "function", "strict": False} for tool in TOOLS], "reasoning": {"effort": "high"}}
+
+        def items(output):
+            return [item.content[0].text if item.type == "message" else item.name for item in output]
+        self.assertEqual(items(client.responses.create(**wish).output), expected)
+        for _ in range(20):
+            with other.messages.stream(**asked) as stream:
+                self.assertEqual(said(stream.get_final_message().content), expected)
+            with client.responses.stream(**wish) as stream:
+                self.assertEqual(items(stream.get_final_response().output), expected)
+
     def test_what_is_not_written_right(self):
         """Malformed calls are the calls that they plainly mean, else all of their bytes are content; never an error, never other arguments."""
         def utc(arguments):

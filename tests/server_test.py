@@ -147,17 +147,17 @@ class ClientTest(ServerTest):
 
     def test_completions(self):
         client = openai_client(self.server)
-        answer = client.completions.create(model="tiny", prompt=["Once", [72, 105]], max_tokens=6, temperature=0, logprobs=2,
-                                           echo=True, n=2)
+        answer = client.completions.create(model="tiny", prompt=["Once", [72, 105]], max_tokens=6, temperature=0, logprobs=2, n=2)
         self.assertEqual(len(answer.choices), 4)
         self.assertEqual(answer.usage.prompt_tokens, 6)
         for i, choice in enumerate(answer.choices):
-            self.assertTrue(choice.text.startswith("Once" if i < 2 else "Hi"))
             self.assertEqual(len(choice.logprobs.tokens), len(choice.logprobs.token_logprobs))
-            self.assertEqual(choice.logprobs.text_offset[0], 4 if i < 2 else 2)
+            self.assertEqual(choice.logprobs.text_offset[0], 0)
         self.assertEqual(answer.choices[0].text, answer.choices[1].text)
         plain = client.completions.create(model="tiny", prompt="Once", max_tokens=6, temperature=0)
-        self.assertEqual("Once" + plain.choices[0].text, answer.choices[0].text)
+        self.assertEqual(plain.choices[0].text, answer.choices[0].text)
+        echoed = client.completions.create(model="tiny", prompt=["Once", [72, 105]], max_tokens=6, temperature=0, echo=True, n=2)
+        self.assertEqual([choice.text for choice in echoed.choices], [("Once" if i < 2 else "Hi") + answer.choices[i].text for i in range(4)])
         stream = client.completions.create(model="tiny", prompt="Once", max_tokens=6, temperature=0, stream=True)
         self.assertEqual("".join(chunk.choices[0].text for chunk in stream), plain.choices[0].text)
         self.assertEqual(client.completions.create(model="tiny", prompt="Once", max_tokens=0).choices[0].text, "")
@@ -477,6 +477,79 @@ class RequestTest(ServerTest):
             self.assertEqual(server.request("GET", "/v1/models")[1]["Access-Control-Allow-Origin"], "http://a")
             status, headers, _ = server.request("OPTIONS", "/v1/chat/completions")
             self.assertEqual((status, headers["Access-Control-Allow-Origin"]), (204, "http://a"))
+            # The headers that clients' libraries add.
+            asked = "anthropic-version,authorization,x-stainless-os"
+            self.assertEqual(server.request("OPTIONS", "/v1/messages", headers={"Access-Control-Request-Headers": asked})[1]["Access-Control-Allow-Headers"], asked)
+            # What is refused before it is read, too, in the words of its API, and counted.
+            n_errors = server.metrics()["http_errors_total"]
+            status, headers, body = server.request("POST", "/v1/messages", body=b"x" * (9 << 20))
+            self.assertEqual((status, headers["Access-Control-Allow-Origin"], body["type"]), (413, "http://a", "error"))
+            self.assertEqual(server.metrics()["http_errors_total"], n_errors + 1)
+
+    def test_an_empty_key_is_none(self):
+        for arguments, environment in ((["--api-key", ""], {}), (["--api-key", "a", "--api-key", ""], {}), ([], {"BERYL_API_KEY": ""})):
+            done = beryl("serve", self.model, "--port", "0", *arguments, environment=environment)
+            self.assertEqual((done.returncode, done.stdout, done.stderr.count(b"\n")), (2, b"", 1), done.stderr)
+            self.assertIn(b"is empty", done.stderr)
+        with Server(beryl, self.model, *self.arguments, "--api-key", "k") as server:
+            for given, expected in (("Bearer k", 200), ("bearer k", 200), ("Bearer ", 401), ("", 401), ("Bearer kk", 401)):
+                self.assertEqual(server.request("GET", "/v1/models", headers={"Authorization": given})[0], expected, given)
+
+    def test_tools_are_what_they_should_be(self):
+        good = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}, "strict": True}
+        for change, field in (({"description": 5}, "description"), ({"strict": "yes"}, "strict"), ({"strict": 1}, "strict"), ({"parameters": "str"}, "parameters"),
+                              ({"parameters": [1]}, "parameters"), ({"parameters": {"type": "array"}}, "parameters.type"), ({"name": ""}, "name"),
+                              ({"name": "bad name!"}, "name"), ({"name": "x" * 129}, "name"), ({"name": 5}, "name")):
+            function = good | change
+            with self.subTest(change=change):
+                self.refused("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": function}]}, f"tools.0.function.{field}")
+                self.refused("/v1/responses", {"input": "x", "tools": [{"type": "function"} | function]}, f"tools.{field}")
+                flat = {"input_schema" if name == "parameters" else name: value for name, value in function.items()}
+                self.assertIn(field.replace("parameters", "input_schema"), self.refused("/v1/messages", {"messages": HELLO, "max_tokens": 1, "tools": [flat]})["message"])
+        self.refused("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": good}] * 2}, "two functions", "'f'")
+        self.refused("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "retrieval"}]}, "tools.0.type")
+        self.chat(tools=[{"type": "function", "function": {"name": "f"}}], max_tokens=1)
+        for name in ("functions", "function_call"):
+            self.refused("/v1/chat/completions", {"messages": HELLO, name: []}, name)
+        self.refused("/v1/chat/completions", {"messages": HELLO, "modalities": ["text", "audio"]}, "modalities")
+        self.refused("/v1/chat/completions", {"messages": HELLO, "model": 5}, "model")
+        for name in ("conversation", "prompt"):
+            self.refused("/v1/responses", {"input": "x", name: {"id": "x"}}, name)
+        # Results of calls: of one that there was, and whether they failed.
+        def count(**result):
+            return self.server.post("/v1/messages/count_tokens", {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+                                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "no"} | result]}]})
+        self.assertEqual(count(is_error=True)[1]["input_tokens"] - count()[1]["input_tokens"], len("Error: "))
+        self.assertEqual((count(is_error="x")[0], count(tool_use_id="b")[0]), (400, 400))
+        # A refusal's words are its text.
+        plain = self.chat([*HELLO, {"role": "assistant", "content": "No."}, *HELLO], max_tokens=1)["usage"]["prompt_tokens"]
+        self.assertEqual(self.chat([*HELLO, {"role": "assistant", "content": None, "refusal": "No."}, *HELLO], max_tokens=1)["usage"]["prompt_tokens"], plain)
+
+    def test_what_a_client_bans_is_no_fault_of_the_server(self):
+        body = {"messages": HELLO, "max_tokens": 3, "logit_bias": {str(id): -100 for id in range(256)}}
+        self.refused("/v1/chat/completions", body, "logit_bias")
+
+    def test_no_token_is_without_its_log_probability(self):
+        """Also where a character comes in several tokens, in streams as in whole answers."""
+        bias = {str(byte): 60 for byte in "日🙂".encode()} | {"249": -100, "250": -100}
+        body = {"max_tokens": 24, "seed": 5, "logit_bias": bias}
+        whole = self.server.post("/v1/completions", body | {"prompt": "x", "logprobs": 1})[1]["choices"][0]
+        self.assertEqual(len(whole["logprobs"]["tokens"]), 24)
+        chunks = [json.loads(event)["choices"][0]["logprobs"] for event in self.server.events("/v1/completions", body | {"prompt": "x", "logprobs": 1}) if event != "[DONE]"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            self.assertEqual([each for chunk in chunks for each in chunk[name]], whole["logprobs"][name])
+        offsets = whole["logprobs"]["text_offset"]
+        self.assertEqual(offsets, sorted(offsets))
+        self.assertLessEqual(offsets[-1], len(whole["text"]))
+        self.refused("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo")
+        asked = {"input": "x", "max_output_tokens": 24, "seed": 5, "logit_bias": bias, "include": ["message.output_text.logprobs"]}
+        part = self.server.post("/v1/responses", asked)[1]
+        self.assertEqual((part["status"], part["output"][0]["status"]), ("incomplete", "incomplete"))
+        part = part["output"][0]["content"][0]
+        self.assertEqual(len(part["logprobs"]), 24)
+        events = [json.loads(event) for event in self.server.events("/v1/responses", asked)]
+        last = events[-1]["response"]["output"][0]["content"][0]
+        self.assertEqual((last["logprobs"], last["text"]), (part["logprobs"], part["text"]))
 
 
 class StructuredTest(ServerTest):
@@ -644,7 +717,7 @@ class StructuredTest(ServerTest):
                 ({"messages": HELLO, "tool_choice": "required"}, "tool_choice", "no tools"),
                 ({"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
                 ({"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type", "allowed_tools"),
-                (tool({"type": "object", "not": {}}, strict=True), "tools", "'not'"), (tool({"type": "strin"}), "tools", "'strin'"),
+                (tool({"type": "object", "not": {}}, strict=True), "tools", "'not'"), (tool({"type": "strin"}), "tools.0.function.parameters", "'strin'"),
                 (tool({"type": "object", "properties": {"a": {"type": "string", "pattern": "(([a-z]*)*){0,99}"}}}, strict=True), "tools", "cannot be")):
             with self.subTest(body=str(body)[:120]):
                 self.refused(path, body, *words, param=param)
@@ -738,12 +811,25 @@ class LeavingTest(ServerTest):
         self.wait_until_idle()
         self.chat(max_tokens=1)
 
+    def test_a_request_of_many_replies_is_let_in_as_a_whole(self):
+        with Server(beryl, self.model, *self.arguments, "--queue", "2", "--parallel", "2") as server:
+            status, answer = server.post("/v1/completions", {"prompt": ["a", "b", "c", "d", "e"], "n": 3, "max_tokens": 2})
+            self.assertEqual((status, len(answer["choices"])), (200, 15), answer)
+            self.assertEqual(len(self.chat(server=server, n=8, max_tokens=1)["choices"]), 8)
+
     def test_too_many_connections_hear_so(self):
         with Server(beryl, self.model, *self.arguments, "--connections", "3") as server:
             connections = [server.connect() for _ in range(3)]
             time.sleep(0.1)
             wait_until(lambda: server.request("GET", "/v1/models")[0] == 503)
             self.assertEqual(server.request("GET", "/health")[0], 200)
+            # Those that were there before notice nothing of a silent one too many.
+            extra = server.connect()
+            time.sleep(0.1)
+            for connection in connections:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                self.assertTrue(connection.recv(1 << 16).startswith(b"HTTP/1.1 200"))
+            extra.close()
             for connection in connections:
                 connection.close()
             wait_until(lambda: server.request("GET", "/v1/models")[0] == 200)
@@ -867,6 +953,11 @@ class ThinkingTest(ServerTest):
         self.assertLessEqual(len(message["reasoning_content"]), 6)
         self.assertIn("A", message["content"])
         self.assertEqual(answer["choices"][0]["finish_reason"], "length")
+        # None where none is wanted, though the model begins one.
+        for wish in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            silent = self.chat(max_tokens=20, temperature=0, frequency_penalty=1, logit_bias=opened, **wish)["choices"][0]["message"]
+            self.assertNotIn("reasoning_content", silent)
+            self.assertIn("A", silent["content"])
         # In a stream: the same, in the order in which it came.
         body = {"messages": HELLO, "max_tokens": 20, "temperature": 0, "reasoning_effort": "high", "thinking_budget": 6, "frequency_penalty": 1,
                 "logit_bias": opened}
@@ -894,16 +985,19 @@ class ThinkingTest(ServerTest):
         fields = {"model": "any", "messages": HELLO, "max_tokens": 20, "thinking": {"type": "enabled", "budget_tokens": 6},
                   "extra_body": {"temperature": 0, "frequency_penalty": 1, "logit_bias": {str(CHANNEL): 30, "65": 28, str(EOS): -100, str(TURN_END): -100}}}
         whole = client.messages.create(**fields)
-        self.assertEqual([block.type for block in whole.content], ["thinking", "text"])
-        self.assertLessEqual(len(whole.content[0].thinking), 6)
+        thoughts = [block.thinking for block in whole.content if block.type == "thinking"]
+        self.assertTrue(len(thoughts) == 1 and len(thoughts[0]) <= 6, thoughts)
+        silent = client.messages.create(**fields | {"thinking": {"type": "disabled"}})
+        self.assertEqual([block.type for block in silent.content], ["text"])
         with client.messages.stream(**fields) as stream:
             for _ in stream:
                 pass
             final = stream.get_final_message()
+        self.assertEqual([block.type for block in final.content], [block.type for block in whole.content])   # in the order in which they came
         answer = openai_client(self.server).responses.create(
             model="any", input="Hello", max_output_tokens=20, temperature=0, reasoning={"effort": "low"},
             extra_body=fields["extra_body"] | {"thinking_budget": 6})
-        self.assertEqual([item.type for item in answer.output], ["reasoning", "message"])
+        self.assertEqual([item.type for item in answer.output], [{"thinking": "reasoning", "text": "message"}[block.type] for block in whole.content])
         self.assertLess(answer.usage.output_tokens_details.reasoning_tokens, answer.usage.output_tokens)
         self.assertGreater(answer.usage.output_tokens_details.reasoning_tokens, 0)
         for kind in ("thinking", "text"):

@@ -38,6 +38,7 @@ namespace {
 
 constexpr int64_t kDefaultContext = 8192;
 constexpr int kHostChunk = 256;
+constexpr const char* kKeyVariable = "BERYL_API_KEY";
 
 struct ServeOptions {
   std::string model;
@@ -88,7 +89,17 @@ std::string name_of(const ServeOptions& options, const Model& model) {
   return (path.has_filename() ? path : path.parent_path()).stem().string();
 }
 
+// An empty key, of a variable that is not set for example, would let everybody in who sends none.
+void require_keys(const std::vector<std::string>& keys) {
+  const char* variable = std::getenv(kKeyVariable);
+  if (std::find(keys.begin(), keys.end(), "") != keys.end())
+    throw UsageError("--api-key is empty, a key was expected; without the option everybody is answered");
+  if (keys.empty() && variable != nullptr)
+    throw UsageError(fmt::format("{} is empty, a key was expected; where it is not set everybody is answered", kKeyVariable));
+}
+
 int serve(const ServeOptions& options) {
+  require_keys(options.keys);
   const EndSignals signals;
   Model model = open_model(options.model);
   for (const std::string& warning : model.checkpoint->warnings()) print_warning(warning);
@@ -146,7 +157,7 @@ int serve(const ServeOptions& options) {
   http.max_connections = static_cast<int>(options.max_connections);
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
   server::HttpServer listener(options.host, static_cast<int>(options.port), http,
-                              [&](server::HttpRequest& request) { return api.answer(request); }, [&] { return api.too_large(); });
+                              [&](server::HttpRequest& request) { return api.answer(request); }, [&](const server::HttpRequest& request) { return api.answer_too_large(request); });
   start_thread("a thread for a connection", [] {}).join();   // every client needs one: without any the server would be of no use
   const std::string address =
       fmt::format("http://{}:{}/", options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port());
@@ -184,7 +195,7 @@ Command add_serve_command(CLI::App& program) {
   add_integer(*app, "--port", options->port, 0, 65535, "port to listen on; 0: any free one (default 8080)");
   app->add_option("--api-key", options->keys, "answer only who sends this key; may be given more than once (default: $BERYL_API_KEY)")
       ->type_name("KEY")
-      ->envname("BERYL_API_KEY");
+      ->envname(kKeyVariable);
   app->add_option("--allow-host", options->hosts,
                   "where only this machine is listened to: let requests in that call the server so, besides localhost; may be given more than once")
       ->type_name("NAME");

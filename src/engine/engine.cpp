@@ -122,7 +122,8 @@ std::shared_ptr<Channel> Engine::submit(Request request) {
   }
   {
     const std::lock_guard lock(mutex_);
-    if (draining_ || published_.n_waiting + static_cast<int>(inbox_.size()) >= limits_.max_waiting) return nullptr;
+    const int room = limits_.max_waiting + (sequence->request.follows ? limits_.max_followers : 0);
+    if (draining_ || published_.n_waiting + static_cast<int>(inbox_.size()) >= room) return nullptr;
     sequence->arrival = next_arrival_++;
     inbox_.push_back(std::move(sequence));
   }

@@ -26,6 +26,7 @@ namespace beryl {
 struct EngineLimits {
   RunLimits run;             // context, chunk_tokens, n_sequences, cache_tokens, kept_windows; see complete()
   int max_waiting = 64;      // requests that are not let in yet
+  int max_followers = 256;   // beyond these: of requests that belong to one that had room (Request::follows)
   int max_draft = 7;         // guesses a step and sequence; 0: none
   bool always_draft = false; // check all guesses, whether it pays or not: for tests and measurements
   int mask_workers = 2;      // threads that make the masks of bound replies; with one, slow masks hold up the quick ones of others

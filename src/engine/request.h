@@ -46,6 +46,7 @@ struct Request {
   std::vector<int32_t> stop_ids;
   std::unique_ptr<TokenConstraint> constraint = nullptr;   // null: none
   bool reuse_prefix = true;
+  bool follows = false;                 // belongs together with a request before it, which was taken
   bool draft = true;                    // where it pays; never with penalties, whose rows depend on those before
 };
 

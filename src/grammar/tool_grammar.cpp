@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "grammar/grammar_text.h"
 #include "text/chat_message.h"
+#include "text/reply_parser.h"
 #include "weights/json_text.h"
 #include "weights/quote.h"
 
@@ -102,7 +103,7 @@ void check_keys(const std::string& name, const Json& schema) {
   for (const auto& [key, value] : schema.items()) {
     if (key == "properties" && value.is_object())
       for (const auto& [property, inner] : value.items())
-        if (property.empty() || property.find_first_of(":,{}[]<>|\" \t\r\n") != property.npos)
+        if (property.empty() || property.find_first_of(kNotInGemmaKeys) != property.npos)
           throw Error(ErrorCode::kUnsupported,
                       fmt::format("{}: the property {} cannot be written in Gemma 4's notation, whose keys are bare",
                                   name, quote(property)));

@@ -130,7 +130,7 @@ bool advance_all(std::vector<Reply>& replies, const std::function<void(size_t, R
       ReplyPiece piece;
       // One reply is waited for; several are looked at in turn.
       replies[i].advance(piece, n_open == 1 ? kWait : std::chrono::milliseconds(round == 0 ? 0 : 5));
-      if (piece.delta.empty() && piece.tokens.empty() && !replies[i].ended()) continue;
+      if (piece.deltas.empty() && piece.tokens.empty() && !replies[i].ended()) continue;
       news = true;
       take(i, piece);
     }
@@ -168,25 +168,26 @@ int64_t seconds_since_1970() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-std::vector<Reply> submit_all(const ServedModel& model, const Generation& generation, const std::vector<int32_t>& prompt) {
-  std::vector<Reply> replies;
-  for (int i = 0; i < generation.n; ++i) replies.emplace_back(model, generation, prompt, i);
-  return replies;
+void submit_all(const ServedModel& model, const Generation& generation, const std::vector<int32_t>& prompt, std::vector<Reply>& replies) {
+  for (int i = 0; i < generation.n; ++i) replies.emplace_back(model, generation, prompt, i, !replies.empty());
 }
 
 Api::Api(const ServedModel& model, ApiOptions options) : model_(model), options_(std::move(options)) {
   for (const std::string& host : options_.hosts) hosts_.push_back(lower_case(host));
 }
 
-HttpResponse Api::too_large() const {
-  return error_response(ApiError(413, fmt::format("the body is larger than the {} bytes that this server reads", options_.max_body_bytes)), false);
+HttpResponse Api::answer_too_large(const HttpRequest& request) {
+  ++n_requests_;
+  const ApiError error(413, fmt::format("the body is larger than the {} bytes that this server reads", options_.max_body_bytes));
+  return finish(error_response(error, is_anthropic(request)));
 }
 
 bool Api::has_key(const HttpRequest& request) const {
   if (options_.keys.empty()) return true;
   std::string_view given = request.header("authorization");
-  if (given.starts_with("Bearer ")) {
-    given.remove_prefix(7);
+  constexpr std::string_view kScheme = "bearer ";   // schemes have no case
+  if (lower_case(std::string(given.substr(0, kScheme.size()))) == kScheme) {
+    given.remove_prefix(kScheme.size());
   } else {
     given = request.header("x-api-key");
   }
@@ -224,6 +225,11 @@ HttpResponse Api::answer(HttpRequest& request) {
   } catch (const std::exception& error) {
     response = error_response(ApiError(500, error.what()), is_anthropic(request));
   }
+  return finish(std::move(response));
+}
+
+// What every answer has.
+HttpResponse Api::finish(HttpResponse response) {
   if (response.status >= 400) ++n_errors_;
   if (!options_.cors_origin.empty()) {
     response.headers.emplace_back("Access-Control-Allow-Origin", options_.cors_origin);
@@ -241,10 +247,12 @@ HttpResponse Api::route(HttpRequest& request) {
     throw ApiError(403, fmt::format("this server is not called {}: start it with --allow-host to let that name in", quote(request.header("host"))));
   if (path == "/health" && get) return health();
   if (request.method == "OPTIONS" && !options_.cors_origin.empty()) {
+    // Whatever is asked for: the clients' libraries have headers of their own, and none does harm here.
+    const std::string_view asked = request.header("access-control-request-headers");
     HttpResponse response;
     response.status = 204;
     response.headers = {{"Access-Control-Allow-Methods", "GET, POST, OPTIONS"},
-                        {"Access-Control-Allow-Headers", "Authorization, Content-Type, X-Api-Key"},
+                        {"Access-Control-Allow-Headers", asked.empty() ? "Authorization, Content-Type, X-Api-Key" : std::string(asked)},
                         {"Access-Control-Max-Age", "86400"}};
     return response;
   }

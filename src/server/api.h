@@ -35,11 +35,12 @@ class Api {
   Api(const ServedModel& model, ApiOptions options);
 
   HttpResponse answer(HttpRequest& request);
-  HttpResponse too_large() const;
+  HttpResponse answer_too_large(const HttpRequest& request);
   void set_draining() { draining_ = true; }
 
  private:
   HttpResponse route(HttpRequest& request);
+  HttpResponse finish(HttpResponse response);
   bool has_key(const HttpRequest& request) const;
   bool is_called_by_name(const HttpRequest& request) const;
   HttpResponse health() const;
@@ -90,7 +91,7 @@ std::string token_text(const ServedModel& model, int32_t id);
 Json token_logprobs(const ServedModel& model, const std::vector<Sampled>& tokens);
 int64_t seconds_since_1970();
 std::string random_id(std::string_view prefix);
-// Submits generation.n replies to one prompt.
-std::vector<Reply> submit_all(const ServedModel& model, const Generation& generation, const std::vector<int32_t>& prompt);
+// Submits generation.n replies to one prompt, and appends them to those of the same request.
+void submit_all(const ServedModel& model, const Generation& generation, const std::vector<int32_t>& prompt, std::vector<Reply>& replies);
 
 }  // namespace beryl::server

@@ -47,7 +47,7 @@ HttpResponse answer_whole(Chat& chat, const HttpRequest& request) {
   const std::vector<ReplyPiece> pieces = finish_all(chat.replies, request);
   Json choices = Json::array();
   for (size_t i = 0; i < pieces.size(); ++i) {
-    const ReplyDelta& delta = pieces[i].delta;
+    const ReplyDelta delta = pieces[i].together();
     Json message = {{"role", "assistant"}, {"content", delta.content.empty() && !delta.calls.empty() ? Json(nullptr) : Json(delta.content)}};
     if (!delta.reasoning.empty()) message["reasoning_content"] = delta.reasoning;
     for (const ParsedCall& call : delta.calls) message["tool_calls"].push_back(call_of(call));
@@ -83,10 +83,11 @@ HttpResponse answer_stream(std::shared_ptr<Chat> chat, bool include_usage) {
     const bool more = advance_all(chat->replies, [&](size_t i, ReplyPiece& piece) {
       const Reply& reply = chat->replies[i];
       if (reply.ended()) reply.require_success();
+      const ReplyDelta fresh = piece.together();
       Json delta = Json::object();
-      if (!piece.delta.reasoning.empty()) delta["reasoning_content"] = piece.delta.reasoning;
-      if (!piece.delta.content.empty()) delta["content"] = piece.delta.content;
-      for (const ParsedCall& call : piece.delta.calls) {
+      if (!fresh.reasoning.empty()) delta["reasoning_content"] = fresh.reasoning;
+      if (!fresh.content.empty()) delta["content"] = fresh.content;
+      for (const ParsedCall& call : fresh.calls) {
         Json each = call_of(call);
         Json indexed = {{"index", chat->n_calls[i]++}};
         indexed.update(each);
@@ -122,13 +123,17 @@ HttpResponse answer_chat(const ServedModel& model, const Json& body, const HttpR
   const StreamOptions streams = read_stream_options(fields);
   generation = read_generation(fields, model);
   generation.max_new = fields.integer("max_completion_tokens", fields.integer("max_tokens", INT32_MAX, 1, INT32_MAX), 1, INT32_MAX);
+  for (const char* name : {"functions", "function_call"})
+    if (fields.has(name)) throw ApiError(400, fmt::format("'{}' is what 'tools' and 'tool_choice' were once called: send those", name), name);
+  for (const std::string& each : fields.strings("modalities", 8))
+    if (each != "text") fields.refuse("modalities", "[\"text\"], which is what this server writes");
   const bool logprobs = fields.boolean("logprobs", false);
   const int64_t n_top = fields.integer("top_logprobs", 0, 0, 20);
   if (n_top > 0 && !logprobs) throw ApiError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs");
   generation.sampling.n_logprobs = logprobs ? static_cast<int32_t>(n_top) : -1;
 
   const std::vector<int32_t> prompt = write_prompt(model, read_conversation(fields), generation);
-  chat->replies = submit_all(model, generation, prompt);
+  submit_all(model, generation, prompt, chat->replies);
   chat->n_calls.resize(chat->replies.size());
   return streams.stream ? answer_stream(std::move(chat), streams.include_usage) : answer_whole(*chat, request);
 }

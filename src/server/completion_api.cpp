@@ -29,7 +29,9 @@ struct Completion {
   bool echo = false;
   std::string id = random_id("cmpl-");
   std::vector<Reply> replies;                // [prompts · n]
-  std::vector<size_t> text_offsets;          // [replies] of the next token
+  // [replies] of the next token: characters before it, and bytes of one that is not whole yet.
+  std::vector<size_t> text_offsets;
+  std::vector<TextStream> texts;
 
   size_t prompt_of(size_t choice) const { return choice / static_cast<size_t>(generation.n); }
 };
@@ -86,7 +88,7 @@ Json logprobs_of(Completion& completion, size_t choice, const std::vector<Sample
     top[text] = finite_logprob(token.logprob);
     tops.push_back(std::move(top));
     offsets.push_back(completion.text_offsets[choice]);
-    completion.text_offsets[choice] += n_characters(text);
+    completion.text_offsets[choice] += n_characters(completion.texts[choice].push(token.id));
   }
   return {{"tokens", texts}, {"token_logprobs", values}, {"top_logprobs", tops}, {"text_offset", offsets}};
 }
@@ -120,7 +122,7 @@ HttpResponse answer_whole(Completion& completion, const HttpRequest& request) {
   for (size_t i = 0; i < pieces.size(); ++i) {
     const std::string& echoed = completion.prompts[completion.prompt_of(i)].text;
     choices.push_back({{"index", i},
-                       {"text", (completion.echo ? echoed : "") + pieces[i].delta.content},
+                       {"text", (completion.echo ? echoed : "") + pieces[i].together().content},
                        {"logprobs", logprobs_of(completion, i, pieces[i].tokens)},
                        {"finish_reason", finish_of(completion.replies[i])}});
   }
@@ -149,10 +151,11 @@ HttpResponse answer_stream(std::shared_ptr<Completion> completion, bool include_
     const bool more = advance_all(completion->replies, [&](size_t i, ReplyPiece& piece) {
       const Reply& reply = completion->replies[i];
       if (reply.ended()) reply.require_success();
-      if (piece.delta.empty() && !reply.ended()) return;
+      Json logprobs = logprobs_of(*completion, i, piece.tokens);
+      if (piece.deltas.empty() && logprobs.is_null() && !reply.ended()) return;
       Json event = chunk({{{"index", i},
-                           {"text", piece.delta.content},
-                           {"logprobs", logprobs_of(*completion, i, piece.tokens)},
+                           {"text", piece.together().content},
+                           {"logprobs", std::move(logprobs)},
                            {"finish_reason", reply.ended() ? finish_of(reply) : Json(nullptr)}}});
       if (reply.ended()) {
         event["timings"] = timings_of(reply.result());
@@ -183,6 +186,8 @@ HttpResponse answer_completion(const ServedModel& model, const Json& body, const
   generation.max_new = fields.integer("max_tokens", kDefaultTokens, 0, INT32_MAX);
   generation.sampling.n_logprobs = static_cast<int32_t>(fields.integer("logprobs", -1, 0, 20));
   completion->echo = fields.boolean("echo", false);
+  if (completion->echo && generation.sampling.n_logprobs >= 0)
+    throw ApiError(400, "'logprobs' with 'echo' is not supported: log-probabilities are of what is written, not of the prompt", "echo");
   if (fields.integer("best_of", generation.n, 1, 64) != generation.n) fields.refuse("best_of", "the same number as n");
   if (const std::optional<std::string> suffix = fields.string("suffix"); suffix && !suffix->empty())
     throw ApiError(400, "'suffix' is not supported: this model only goes on with a text", "suffix");
@@ -191,11 +196,11 @@ HttpResponse answer_completion(const ServedModel& model, const Json& body, const
     bind_generation(model, read_reply_form(*format, "response_format"), {}, nullptr, generation);
   if (completion->prompts.size() * static_cast<size_t>(generation.n) > kMaxPrompts)
     throw ApiError(400, fmt::format("{} prompts with 'n' {} are more than the {} replies that a request may have", completion->prompts.size(), generation.n, kMaxPrompts), "n");
-  for (const Prompt& prompt : completion->prompts)
-    for (Reply& reply : submit_all(model, generation, prompt.ids)) {
-      completion->replies.push_back(std::move(reply));
-      completion->text_offsets.push_back(completion->echo ? n_characters(prompt.text) : 0);
-    }
+  for (const Prompt& prompt : completion->prompts) {
+    submit_all(model, generation, prompt.ids, completion->replies);
+    completion->text_offsets.resize(completion->replies.size());
+    while (completion->texts.size() < completion->replies.size()) completion->texts.emplace_back(model.tokenizer);
+  }
   return streams.stream ? answer_stream(std::move(completion), streams.include_usage) : answer_whole(*completion, request);
 }
 

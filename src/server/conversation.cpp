@@ -1,6 +1,8 @@
 #include "server/conversation.h"
 
 #include <algorithm>
+#include <cctype>
+#include <set>
 
 #include <fmt/format.h>
 
@@ -30,25 +32,80 @@ bool thinks_at(const Fields& fields, const char* name, const std::string& effort
   return effort != "none";
 }
 
+void set_thinking(Conversation& conversation, bool thinks) {
+  conversation.options.enable_thinking = thinks;
+  conversation.thought_budget = thinks ? INT64_MAX : 0;
+}
+
+Json read_function(const Fields& tool, const char* schema) {
+  constexpr size_t kMaxNameBytes = 128;
+  Json function = {{"name", tool.required_string("name")}};
+  const std::string& name = function["name"].get_ref<const std::string&>();
+  const bool is_plain = std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isalnum(c) || c == '_' || c == '-' || c == '.'; });
+  if (name.empty() || name.size() > kMaxNameBytes || !is_plain)
+    tool.refuse("name", fmt::format("1 to {} letters, digits, _, - or .", kMaxNameBytes));
+  if (const std::optional<std::string> description = tool.string("description")) function["description"] = *description;
+  const Json* parameters = tool.object(schema);
+  function["parameters"] = parameters == nullptr ? Json{{"type", "object"}, {"properties", Json::object()}} : *parameters;
+  // Arguments are an object's members, whatever else a schema may say.
+  if (const auto type = function["parameters"].find("type"); type != function["parameters"].end() && *type != "object")
+    throw ApiError(400, fmt::format("'{}.type' is {}, \"object\" was expected: a call's arguments are one", tool.path_of(schema), in_words(*type)),
+                   tool.path_of(schema));
+  if (tool.boolean("strict", false)) function["strict"] = true;
+  return function;
+}
+
+void require_different_names(const Json& tools) {
+  std::set<std::string> names;
+  for (const Json& tool : tools)
+    if (const std::string name = tool["function"]["name"]; !names.insert(name).second)
+      throw ApiError(400, fmt::format("'tools' has two functions named {}", quote(name)), "tools");
+}
+
+namespace {
+
+Json read_chat_tools(const Json& given) {
+  Json tools = Json::array();
+  for (size_t i = 0; i < given.size(); ++i) {
+    const std::string where = fmt::format("tools.{}", i);
+    if (!given[i].is_object()) throw ApiError(400, fmt::format("'{}' is {}, an object was expected", where, in_words(given[i])), where);
+    const Fields tool(given[i], where + ".");
+    if (tool.string("type").value_or("function") != "function") tool.refuse("type", "function");
+    const Json* function = tool.object("function");
+    if (function == nullptr) tool.refuse("function", "an object");
+    tools.push_back({{"type", "function"}, {"function", read_function(Fields(*function, where + ".function."), "parameters")}});
+  }
+  require_different_names(tools);
+  return tools;
+}
+
+}  // namespace
+
 Conversation read_conversation(const Fields& fields) {
   Conversation conversation;
   const Json* messages = fields.array("messages");
   if (messages == nullptr || messages->empty()) fields.refuse("messages", "an array of at least one message");
   conversation.messages = *messages;
-  // OpenAI's later name of the system's role.
-  for (Json& message : conversation.messages)
-    if (message.is_object() && message.contains("role") && message["role"] == "developer") message["role"] = "system";
-  if (const Json* tools = fields.array("tools")) conversation.options.tools = *tools;
+  for (Json& message : conversation.messages) {
+    if (!message.is_object()) continue;
+    // OpenAI's later name of the system's role.
+    if (message.contains("role") && message["role"] == "developer") message["role"] = "system";
+    // A reply that was refused has its words there.
+    if (const auto refusal = message.find("refusal"); refusal != message.end()) {
+      if (refusal->is_string() && (!message.contains("content") || message["content"].is_null())) message["content"] = *refusal;
+      message.erase("refusal");
+    }
+  }
+  if (const Json* tools = fields.array("tools")) conversation.options.tools = read_chat_tools(*tools);
   conversation.tool_choice = read_tool_choice(fields, conversation.options.tools);
   if (const Json* format = fields.object("response_format")) conversation.form = read_reply_form(*format, "response_format");
   if (const std::optional<std::string> effort = fields.string("reasoning_effort"))
-    conversation.options.enable_thinking = thinks_at(fields, "reasoning_effort", *effort);
+    set_thinking(conversation, thinks_at(fields, "reasoning_effort", *effort));
   if (const Json* variables = fields.object("chat_template_kwargs")) {
     conversation.options.template_variables = *variables;
-    conversation.options.enable_thinking =
-        Fields(*variables, "chat_template_kwargs.").boolean("enable_thinking", conversation.options.enable_thinking);
+    if (variables->contains("enable_thinking")) set_thinking(conversation, Fields(*variables, "chat_template_kwargs.").boolean("enable_thinking", false));
   }
-  conversation.thought_budget = fields.integer("thinking_budget", INT64_MAX, 0, INT32_MAX);
+  conversation.thought_budget = fields.integer("thinking_budget", conversation.thought_budget, 0, INT32_MAX);
   return conversation;
 }
 

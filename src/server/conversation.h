@@ -23,6 +23,12 @@ Conversation read_conversation(const Fields& fields);
 
 // none: no thinking; the other of OpenAI's words: thinking. Throws ApiError(400) for what is none of them.
 bool thinks_at(const Fields& fields, const char* name, const std::string& effort);
+// As the client asked: thinking, or none, not even by models that begin a thought by themselves.
+void set_thinking(Conversation& conversation, bool thinks);
+// A function that the model may call: name, description, its schema (a member of that name), strict. Throws ApiError(400).
+Json read_function(const Fields& tool, const char* schema);
+// tools: [{"function": {"name": ...}}]. Throws ApiError(400) where two have one name.
+void require_different_names(const Json& tools);
 // The prompt's ids. Throws ApiError(400) or Error(kBadInput).
 std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& conversation);
 // The same, and tells `generation` how to read the reply, and what binds it.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -84,6 +85,8 @@ Generation read_generation(const Fields& fields, const ServedModel& model) {
   generation.stops = fields.strings("stop", kMaxStops);
   std::erase(generation.stops, "");
   generation.n = static_cast<int>(fields.integer("n", 1, 1, kMaxChoices));
+  generation.has_bans = fields.has("logit_bias");
+  fields.string("model");   // whatever it is called here; but a text
   return generation;
 }
 
@@ -101,8 +104,8 @@ std::vector<int32_t> encode_text(const ServedModel& model, const std::string& te
   return ids;
 }
 
-Reply::Reply(const ServedModel& model, const Generation& generation, std::vector<int32_t> prompt, int index)
-    : model_(&model), stops_(generation.stops) {
+Reply::Reply(const ServedModel& model, const Generation& generation, std::vector<int32_t> prompt, int index, bool follows)
+    : model_(&model), stops_(generation.stops), has_bans_(generation.has_bans) {
   if (generation.is_chat) {
     parser_ = std::make_unique<ReplyParser>(model.tokenizer, generation.in_thought, generation.finds_calls, generation.tool_names);
   } else {
@@ -113,6 +116,7 @@ Reply::Reply(const ServedModel& model, const Generation& generation, std::vector
   request.max_new = generation.max_new;
   request.sampling = generation.sampling;
   request.sampling.seed += static_cast<uint64_t>(index);
+  request.follows = follows;
   const std::span<const int32_t> stop_ids = model.tokenizer.stop_ids();
   request.stop_ids.assign(stop_ids.begin(), stop_ids.end());
   if (static_cast<int64_t>(request.prompt.size()) > model.engine.context())
@@ -127,25 +131,51 @@ Reply::~Reply() {
   if (channel_ != nullptr && !ended_) channel_->cancel();
 }
 
+ReplyDelta ReplyPiece::together() const {
+  ReplyDelta all;
+  for (const ReplyDelta& delta : deltas) {
+    all.content += delta.content;
+    all.reasoning += delta.reasoning;
+    all.calls.insert(all.calls.end(), delta.calls.begin(), delta.calls.end());
+  }
+  return all;
+}
+
+// A delta of the parser has reasoning, then calls, then content. No stop string reaches across the other two.
 void Reply::add(ReplyDelta fresh, ReplyPiece& piece) {
-  ReplyDelta& delta = piece.delta;
-  delta.reasoning += fresh.reasoning;
+  if (!fresh.reasoning.empty()) {
+    release_held(piece);
+    if (piece.deltas.empty() || piece.deltas.back().reasoning.empty()) piece.deltas.emplace_back();
+    piece.deltas.back().reasoning += fresh.reasoning;
+  }
+  if (!fresh.calls.empty()) {
+    release_held(piece);
+    has_calls_ = true;
+    if (piece.deltas.empty() || piece.deltas.back().calls.empty()) piece.deltas.emplace_back();
+    for (ParsedCall& call : fresh.calls) piece.deltas.back().calls.push_back(std::move(call));
+  }
   held_ += fresh.content;
-  has_calls_ = has_calls_ || !fresh.calls.empty();
-  for (ParsedCall& call : fresh.calls) delta.calls.push_back(std::move(call));
   size_t at = 0;
   if (const std::string* stop = find_stop(held_, stops_, at)) {
     stopped_ = true;
     stop_string_ = *stop;
     channel_->cancel();
-    delta.content.append(held_, 0, at);
+    add_content(held_.substr(0, at), piece);
     held_.clear();
     return;
   }
   const size_t n = held_.size() - held_bytes(held_, stops_);
-  delta.content.append(held_, 0, n);
+  add_content(held_.substr(0, n), piece);
   held_.erase(0, n);
 }
+
+void Reply::add_content(std::string text, ReplyPiece& piece) {
+  if (text.empty()) return;
+  if (piece.deltas.empty() || piece.deltas.back().content.empty()) piece.deltas.emplace_back();
+  piece.deltas.back().content += text;
+}
+
+void Reply::release_held(ReplyPiece& piece) { add_content(std::exchange(held_, {}), piece); }
 
 void Reply::advance(ReplyPiece& piece, std::chrono::milliseconds timeout) {
   if (ended_) return;
@@ -176,12 +206,11 @@ void Reply::advance(ReplyPiece& piece, std::chrono::milliseconds timeout) {
     rest.content = stream_->finish();
   }
   add(std::move(rest), piece);
-  piece.delta.content += held_;
-  held_.clear();
+  release_held(piece);
 }
 
 Reply::Finish Reply::finish() const {
-  if (stopped_) return Finish::kStopString;
+  if (stopped_) return has_calls_ ? Finish::kCalls : Finish::kStopString;   // who asked for calls must hear that there are some
   const FinishReason finish = result().finish;
   if (finish == FinishReason::kLength || finish == FinishReason::kContext) return Finish::kLength;
   return has_calls_ ? Finish::kCalls : Finish::kStop;
@@ -189,6 +218,8 @@ Reply::Finish Reply::finish() const {
 
 void Reply::require_success() const {
   if (stopped_) return;
+  if (result().finish == FinishReason::kFailed && has_bans_)
+    throw ApiError(400, fmt::format("{}: what 'logit_bias' and the reply's form leave may be nothing", result().error), "logit_bias");
   if (result().finish == FinishReason::kFailed) throw ApiError(500, result().error);
   if (result().finish == FinishReason::kCancelled) throw ApiError(503, "the server is going down: try again later");
 }

@@ -41,6 +41,7 @@ struct Generation {
   int64_t max_new = INT64_MAX;
   std::vector<std::string> stops;
   int n = 1;
+  bool has_bans = false;                 // logit_bias
   // Of chats: thoughts and calls are told apart from content.
   bool is_chat = false;
   bool in_thought = false;               // the prompt has opened a thought
@@ -62,15 +63,18 @@ void require_length(const ServedModel& model, size_t n_bytes);
 
 // What a chunk of a reply brought.
 struct ReplyPiece {
-  ReplyDelta delta;
+  // In the order in which the model said it; each has text of one kind, or calls.
+  std::vector<ReplyDelta> deltas;
   std::vector<Sampled> tokens;           // those that it is made of
+  ReplyDelta together() const;           // for formats that keep no order between content, reasoning and calls
 };
 
 // One reply as text: whole characters, content up to a stop string.
 class Reply {
  public:
-  // Submits. Throws ApiError(503) when too many wait, (400) for a prompt that does not fit.
-  Reply(const ServedModel& model, const Generation& generation, std::vector<int32_t> prompt, int index);
+  // Submits. index: among the replies to one prompt. follows: the client's request, which is let in as a whole, has replies already.
+  // Throws ApiError(503) when too many wait, (400) for a prompt that does not fit.
+  Reply(const ServedModel& model, const Generation& generation, std::vector<int32_t> prompt, int index, bool follows);
   // Cancels what still runs.
   ~Reply();
   Reply(Reply&&) = default;
@@ -91,6 +95,8 @@ class Reply {
 
  private:
   void add(ReplyDelta fresh, ReplyPiece& piece);
+  void add_content(std::string text, ReplyPiece& piece);
+  void release_held(ReplyPiece& piece);
 
   const ServedModel* model_;
   std::vector<std::string> stops_;
@@ -102,6 +108,7 @@ class Reply {
   bool stopped_ = false;                 // by a stop string
   std::string stop_string_;
   bool has_calls_ = false;
+  bool has_bans_ = false;                // the client's own, which may leave nothing to say
   bool ended_ = false;
   int64_t n_tokens_ = 0, n_thought_tokens_ = 0;
 };

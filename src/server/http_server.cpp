@@ -127,8 +127,14 @@ struct HttpCallbacks {
     return MHD_YES;
   }
 
-  static void connection(void* self, MHD_Connection*, void**, MHD_ConnectionNotificationCode code) {
-    static_cast<HttpServer*>(self)->n_connections_ += code == MHD_CONNECTION_NOTIFY_STARTED ? 1 : -1;
+  // A connection's context is set where it is one too many. Those that were there before go on undisturbed.
+  static void connection(void* self, MHD_Connection*, void** is_extra, MHD_ConnectionNotificationCode code) {
+    auto& server = *static_cast<HttpServer*>(self);
+    if (code != MHD_CONNECTION_NOTIFY_STARTED) {
+      --server.n_connections_;
+    } else if (++server.n_connections_ > server.limits_.max_connections) {
+      *is_extra = &server;
+    }
   }
 
   static void completed(void* self, MHD_Connection*, void** context, MHD_RequestTerminationCode) {
@@ -195,15 +201,17 @@ struct HttpCallbacks {
       MHD_get_connection_values(connection, MHD_HEADER_KIND, &header, exchange.get());
       const int socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
       exchange->request.client_gone = [socket] { return is_closed(socket); };
-      exchange->request.busy = self.n_connections_ > self.limits_.max_connections;
+      const bool is_extra = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context != nullptr;
+      exchange->request.busy = is_extra && self.n_connections_ > self.limits_.max_connections;
       const std::string_view length = exchange->request.header("content-length");
       uint64_t n_bytes = 0;
       std::from_chars(length.data(), length.data() + length.size(), n_bytes);
       exchange->too_large = n_bytes > self.limits_.max_body_bytes;
       const bool cut_off = n_bytes > self.limits_.max_body_bytes + kDroppedBytes;
+      const HttpRequest& request = exchange->request;
       *state = exchange.release();
       ++self.n_active_;
-      return cut_off ? send(connection, self.too_large_(), {}) : MHD_YES;
+      return cut_off ? send(connection, self.too_large_(request), {}) : MHD_YES;
     }
     auto& exchange = *static_cast<Exchange*>(*state);
     if (*n_data > 0) {
@@ -218,13 +226,13 @@ struct HttpCallbacks {
       *n_data = 0;
       return MHD_YES;
     }
-    if (exchange.too_large) return send(connection, self.too_large_(), {});
+    if (exchange.too_large) return send(connection, self.too_large_(exchange.request), {});
     return send(connection, self.handler_(exchange.request), exchange.request.client_gone);
   }
 };
 
 HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limits, Handler handler,
-                       std::function<HttpResponse()> too_large)
+                       TooLarge too_large)
     : limits_(limits), handler_(std::move(handler)), too_large_(std::move(too_large)) {
   listener_ = listen_on(host, port, port_);
   // Some connections more than wanted, which hear that they should come back.

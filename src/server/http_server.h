@@ -22,7 +22,7 @@ namespace beryl::server {
 struct HttpStartLog;
 
 struct HttpLimits {
-  int max_connections = 128;          // more are told to come back later
+  int max_connections = 128;          // those beyond are told to come back later
   size_t max_header_bytes = 32 << 10;
   size_t max_body_bytes = 8 << 20;
   int idle_seconds = 60;              // a connection on which nothing moves
@@ -33,7 +33,7 @@ struct HttpRequest {
   std::string path;
   std::map<std::string, std::string> headers;   // names in lower case; of several with one name the last
   std::string body;
-  bool busy = false;                  // more connections than wanted: answer briefly
+  bool busy = false;                  // its connection is one more than wanted: answer briefly
   std::function<bool()> client_gone;  // has the other side closed the connection?
 
   std::string_view header(const std::string& name) const {
@@ -55,9 +55,11 @@ struct HttpResponse {
 class HttpServer {
  public:
   using Handler = std::function<HttpResponse(HttpRequest&)>;
-  // too_large: what to answer to a body beyond the limit. Throws Error(kIo) when the address can not be listened on, or threads
+  // What to answer to a request whose body, which it lacks, is beyond the limit.
+  using TooLarge = std::function<HttpResponse(const HttpRequest&)>;
+  // Throws Error(kIo) when the address can not be listened on, or threads
   // or files are refused: with the reason, and what would help.
-  HttpServer(const std::string& host, int port, const HttpLimits& limits, Handler handler, std::function<HttpResponse()> too_large);
+  HttpServer(const std::string& host, int port, const HttpLimits& limits, Handler handler, TooLarge too_large);
   // Ends all connections.
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
@@ -74,7 +76,7 @@ class HttpServer {
   friend struct HttpCallbacks;
   const HttpLimits limits_;
   const Handler handler_;
-  const std::function<HttpResponse()> too_large_;
+  const TooLarge too_large_;
   std::atomic<int> n_connections_ = 0, n_active_ = 0;
   int port_ = 0;
   int listener_ = -1;   // ours again once the daemon was told to stop accepting

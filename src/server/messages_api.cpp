@@ -17,9 +17,8 @@ struct Message {
   Generation generation;
   std::string id = random_id("msg_");
   std::vector<Reply> replies;    // one
-  // Of a stream: the block that is open, none: -1, and how many there were.
-  enum class Block : uint8_t { kNone, kThinking, kText } block = Block::kNone;
-  int n_blocks = 0;
+  Json content = Json::array();  // the blocks so far
+  enum class Block : uint8_t { kNone, kThinking, kText } block = Block::kNone;   // the last of them, where it may grow
 };
 
 [[noreturn]] void refuse(const std::string& where, const std::string& what) {
@@ -38,6 +37,14 @@ std::string text_of(const Json& value, const std::string& where) {
     text += fields.required_string("text");
   }
   return text;
+}
+
+bool is_call_in(const Json& messages, const std::string& id) {
+  for (const Json& message : messages)
+    if (const auto calls = message.find("tool_calls"); calls != message.end())
+      for (const Json& call : *calls)
+        if (call["id"] == id) return true;
+  return false;
 }
 
 // One message's blocks as OpenAI's messages: results of tools first, then the rest.
@@ -61,9 +68,11 @@ void add_blocks(const std::string& role, const Json& content, const std::string&
                        {"function", {{"name", fields.required_string("name")}, {"arguments", to_line(input == nullptr ? Json::object() : *input)}}}});
     } else if (type == "tool_result" && role == "user") {
       const Json* result = fields.find("content");
-      messages.push_back({{"role", "tool"},
-                          {"tool_call_id", fields.required_string("tool_use_id")},
-                          {"content", result == nullptr ? "" : text_of(*result, where + ".content")}});
+      const std::string id = fields.required_string("tool_use_id");
+      if (!is_call_in(messages, id)) refuse(where + ".tool_use_id", fmt::format("is {}, the id of a tool_use before it was expected", quote(id)));
+      // The model's formats have no other place for it.
+      const char* const begin = fields.boolean("is_error", false) ? "Error: " : "";
+      messages.push_back({{"role", "tool"}, {"tool_call_id", id}, {"content", begin + (result == nullptr ? "" : text_of(*result, where + ".content"))}});
     } else {
       refuse(where, fmt::format("holds a block of type {}, which this model can not be given here", quote(type)));
     }
@@ -83,13 +92,9 @@ void read_tools(const Fields& fields, Conversation& conversation) {
       const Fields each(tool, "tools.");
       if (const std::optional<std::string> type = each.string("type"); type && *type != "custom")
         refuse("tools", fmt::format("holds a tool of type {}; tools of the type custom are what this server can do", quote(*type)));
-      Json function = {{"name", each.required_string("name")}};
-      if (const std::optional<std::string> description = each.string("description")) function["description"] = *description;
-      const Json* schema = each.object("input_schema");
-      function["parameters"] = schema == nullptr ? Json{{"type", "object"}} : *schema;
-      if (each.boolean("strict", false)) function["strict"] = true;
-      tools.push_back({{"type", "function"}, {"function", std::move(function)}});
+      tools.push_back({{"type", "function"}, {"function", read_function(each, "input_schema")}});
     }
+  require_different_names(tools);
   const bool has_tools = !tools.empty();
   ToolChoice& choice = conversation.tool_choice;
   choice.may_call = has_tools;
@@ -145,8 +150,8 @@ Conversation read_messages(const Fields& fields) {
     const Fields each(*thinking, "thinking.");
     const std::string type = each.required_string("type");
     if (type != "enabled" && type != "disabled" && type != "adaptive") each.refuse("type", "enabled, adaptive or disabled");
-    conversation.options.enable_thinking = type != "disabled";
-    conversation.thought_budget = each.integer("budget_tokens", INT64_MAX, 1, INT32_MAX);
+    set_thinking(conversation, type != "disabled");
+    conversation.thought_budget = each.integer("budget_tokens", conversation.thought_budget, 1, INT32_MAX);
   }
   return conversation;
 }
@@ -183,62 +188,64 @@ Json head_of(const Message& message, int64_t n_prompt) {
           {"usage", {{"input_tokens", n_prompt}, {"output_tokens", 0}}}};
 }
 
-Json call_block(const ParsedCall& call, bool with_input) {
-  return {{"type", "tool_use"}, {"id", random_id("toolu_")}, {"name", call.name}, {"input", with_input ? Json::parse(call.arguments) : Json::object()}};
-}
-
-HttpResponse answer_whole(Message& message, const HttpRequest& request) {
-  const ReplyPiece piece = std::move(finish_all(message.replies, request).front());
-  const Reply& reply = message.replies.front();
-  Json answer = head_of(message, 0);
-  if (!piece.delta.reasoning.empty())
-    answer["content"].push_back({{"type", "thinking"}, {"thinking", piece.delta.reasoning}, {"signature", ""}});
-  if (!piece.delta.content.empty()) answer["content"].push_back({{"type", "text"}, {"text", piece.delta.content}});
-  for (const ParsedCall& call : piece.delta.calls) answer["content"].push_back(call_block(call, true));
-  answer["stop_reason"] = stop_reason(reply);
-  answer["stop_sequence"] = stop_sequence(reply);
-  answer["usage"] = usage_of(reply);
-  answer["timings"] = timings_of(reply.result());
-  add_warnings(answer, message.generation);
-  return json_response(answer);
-}
-
 std::string named_event(const char* type, Json data) {
   Json event = {{"type", type}};
   event.update(data);
   return fmt::format("event: {}\n{}", type, event_of(event));
 }
 
-// The events of a reply's pieces: blocks that are opened, grow, and are closed.
-void add_events(Message& message, const ReplyDelta& delta, std::string& events) {
+// A reply's pieces as blocks that are opened, grow, and are closed: in message.content, and as events.
+void add_delta(Message& message, const ReplyDelta& delta, std::string& events) {
   using Block = Message::Block;
+  const auto index = [&] { return message.content.size() - 1; };
   const auto close = [&] {
-    if (message.block != Block::kNone) events += named_event("content_block_stop", {{"index", message.n_blocks - 1}});
+    if (message.block != Block::kNone) events += named_event("content_block_stop", {{"index", index()}});
     message.block = Block::kNone;
   };
-  const auto open = [&](Block block, Json content) {
+  const auto open = [&](Block block, const Json& content) {
     if (message.block == block) return;
     close();
     message.block = block;
-    events += named_event("content_block_start", {{"index", message.n_blocks++}, {"content_block", std::move(content)}});
+    message.content.push_back(content);
+    events += named_event("content_block_start", {{"index", index()}, {"content_block", content}});
   };
-  const auto grow = [&](Json change) {
-    events += named_event("content_block_delta", {{"index", message.n_blocks - 1}, {"delta", std::move(change)}});
+  const auto grow = [&](const char* member, const std::string& text) {
+    std::string& whole = message.content.back()[member].get_ref<std::string&>();
+    whole += text;
+    events += named_event("content_block_delta", {{"index", index()}, {"delta", {{"type", fmt::format("{}_delta", member)}, {member, text}}}});
   };
   if (!delta.reasoning.empty()) {
     open(Block::kThinking, {{"type", "thinking"}, {"thinking", ""}, {"signature", ""}});
-    grow({{"type", "thinking_delta"}, {"thinking", delta.reasoning}});
-  }
-  if (!delta.content.empty()) {
-    open(Block::kText, {{"type", "text"}, {"text", ""}});
-    grow({{"type", "text_delta"}, {"text", delta.content}});
+    grow("thinking", delta.reasoning);
   }
   for (const ParsedCall& call : delta.calls) {
     close();
-    events += named_event("content_block_start", {{"index", message.n_blocks++}, {"content_block", call_block(call, false)}});
-    grow({{"type", "input_json_delta"}, {"partial_json", call.arguments}});
-    events += named_event("content_block_stop", {{"index", message.n_blocks - 1}});
+    Json block = {{"type", "tool_use"}, {"id", random_id("toolu_")}, {"name", call.name}, {"input", Json::object()}};
+    message.content.push_back(block);
+    events += named_event("content_block_start", {{"index", index()}, {"content_block", block}});
+    events += named_event("content_block_delta", {{"index", index()}, {"delta", {{"type", "input_json_delta"}, {"partial_json", call.arguments}}}});
+    events += named_event("content_block_stop", {{"index", index()}});
+    message.content.back()["input"] = Json::parse(call.arguments);
   }
+  if (!delta.content.empty()) {
+    open(Block::kText, {{"type", "text"}, {"text", ""}});
+    grow("text", delta.content);
+  }
+}
+
+HttpResponse answer_whole(Message& message, const HttpRequest& request) {
+  std::string events;   // that nobody reads
+  const std::vector<ReplyPiece> pieces = finish_all(message.replies, request);
+  for (const ReplyDelta& delta : pieces.front().deltas) add_delta(message, delta, events);
+  const Reply& reply = message.replies.front();
+  Json answer = head_of(message, 0);
+  answer["content"] = std::move(message.content);
+  answer["stop_reason"] = stop_reason(reply);
+  answer["stop_sequence"] = stop_sequence(reply);
+  answer["usage"] = usage_of(reply);
+  answer["timings"] = timings_of(reply.result());
+  add_warnings(answer, message.generation);
+  return json_response(answer);
 }
 
 HttpResponse answer_stream(std::shared_ptr<Message> message, int64_t n_prompt) {
@@ -251,10 +258,10 @@ HttpResponse answer_stream(std::shared_ptr<Message> message, int64_t n_prompt) {
     const Reply& reply = message->replies.front();
     const bool more = advance_all(message->replies, [&](size_t, ReplyPiece& piece) {
       if (reply.ended()) reply.require_success();
-      add_events(*message, piece.delta, events);
+      for (const ReplyDelta& delta : piece.deltas) add_delta(*message, delta, events);
     });
     if (more) return true;
-    if (message->block != Message::Block::kNone) events += named_event("content_block_stop", {{"index", message->n_blocks - 1}});
+    if (message->block != Message::Block::kNone) events += named_event("content_block_stop", {{"index", message->content.size() - 1}});
     Json last = {{"delta", {{"stop_reason", stop_reason(reply)}, {"stop_sequence", stop_sequence(reply)}}},
                  {"usage", usage_of(reply)},
                  {"timings", timings_of(reply.result())}};
@@ -282,7 +289,7 @@ HttpResponse answer_message(const ServedModel& model, const Json& body, const Ht
   std::erase(generation.stops, "");
   const bool streams = fields.boolean("stream", false);
   const std::vector<int32_t> prompt = write_prompt(model, read_messages(fields), generation);
-  message->replies = submit_all(model, generation, prompt);
+  submit_all(model, generation, prompt, message->replies);
   return streams ? answer_stream(std::move(message), static_cast<int64_t>(prompt.size())) : answer_whole(*message, request);
 }
 

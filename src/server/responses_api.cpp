@@ -1,4 +1,6 @@
 // POST /v1/responses: OpenAI's later API. Its items become messages, its reply is made of items. Nothing is stored.
+#include <utility>
+
 #include <fmt/format.h>
 
 #include "server/api.h"
@@ -18,11 +20,12 @@ struct Response {
   Json echoed;                   // members of the request that the answer repeats
   std::vector<Reply> replies;    // one
 
-  // Of a stream, the items so far; the last one is open while open_text has what it holds.
+  // The items so far; the last one is open while open_text has what it holds.
   Json output = Json::array();
   enum class Item : uint8_t { kNone, kReasoning, kText } item = Item::kNone;
   std::string open_text;
   Json open_logprobs = Json::array();
+  Json fresh_logprobs = Json::array();   // of tokens whose text is still to come
   int64_t n_events = 0;
 };
 
@@ -96,8 +99,8 @@ Conversation read_input(const Fields& fields) {
   } else {
     for (size_t i = 0; i < input->size(); ++i) add_item((*input)[i], fmt::format("input.{}", i), conversation.messages);
   }
-  if (fields.has("previous_response_id"))
-    refuse("previous_response_id", "is given, but this server stores nothing: send the whole conversation as input");
+  for (const char* name : {"previous_response_id", "conversation", "prompt"})
+    if (fields.has(name)) refuse(name, "is given, but this server stores nothing: send the whole conversation as input");
   if (const Json* tools = fields.array("tools")) {
     Json all = Json::array();
     for (const Json& tool : *tools) {
@@ -105,13 +108,9 @@ Conversation read_input(const Fields& fields) {
       const Fields each(tool, "tools.");
       if (const std::string type = each.required_string("type"); type != "function")
         refuse("tools", fmt::format("holds a tool of type {}; functions are what this server can do", quote(type)));
-      Json function = {{"name", each.required_string("name")}};
-      if (const std::optional<std::string> description = each.string("description")) function["description"] = *description;
-      const Json* parameters = each.object("parameters");
-      function["parameters"] = parameters == nullptr ? Json{{"type", "object"}} : *parameters;
-      if (each.boolean("strict", false)) function["strict"] = true;
-      all.push_back({{"type", "function"}, {"function", std::move(function)}});
+      all.push_back({{"type", "function"}, {"function", read_function(each, "parameters")}});
     }
+    require_different_names(all);
     conversation.options.tools = std::move(all);
   }
   conversation.tool_choice = read_tool_choice(fields, conversation.options.tools);
@@ -119,9 +118,9 @@ Conversation read_input(const Fields& fields) {
     if (const Json* format = Fields(*text, "text.").object("format")) conversation.form = read_reply_form(*format, "text.format");
   if (const Json* reasoning = fields.object("reasoning")) {
     const Fields each(*reasoning, "reasoning.");
-    if (const std::optional<std::string> effort = each.string("effort")) conversation.options.enable_thinking = thinks_at(each, "effort", *effort);
+    if (const std::optional<std::string> effort = each.string("effort")) set_thinking(conversation, thinks_at(each, "effort", *effort));
   }
-  conversation.thought_budget = fields.integer("thinking_budget", INT64_MAX, 0, INT32_MAX);
+  conversation.thought_budget = fields.integer("thinking_budget", conversation.thought_budget, 0, INT32_MAX);
   return conversation;
 }
 
@@ -170,17 +169,7 @@ Json logprobs_of(const Response& response, const std::vector<Sampled>& tokens) {
   return response.generation.sampling.n_logprobs < 0 ? Json::array() : token_logprobs(response.model, tokens);
 }
 
-HttpResponse answer_whole(Response& response, const HttpRequest& request) {
-  const ReplyPiece piece = std::move(finish_all(response.replies, request).front());
-  Json output = Json::array();
-  if (!piece.delta.reasoning.empty()) output.push_back(reasoning_item(random_id("rs_"), piece.delta.reasoning));
-  if (!piece.delta.content.empty() || piece.delta.calls.empty())
-    output.push_back(text_item(random_id("msg_"), piece.delta.content, logprobs_of(response, piece.tokens)));
-  for (const ParsedCall& call : piece.delta.calls) output.push_back(call_item(call));
-  return json_response(object_of(response, &output));
-}
-
-// ---- streams ---------------------------------------------------------------------------------------------------------
+// ---- items, and the events that tell of them --------------------------------------------------------------------------
 
 void emit(Response& response, std::string& events, const char* type, const Json& data) {
   Json event = {{"type", type}, {"sequence_number", response.n_events++}};
@@ -198,9 +187,11 @@ Json with(Json place, const Json& more) {
   return place;
 }
 
-void close_item(Response& response, std::string& events) {
+void close_item(Response& response, std::string& events, const char* status = "completed") {
   using Item = Response::Item;
   if (response.item == Item::kNone) return;
+  if (response.item == Item::kText)
+    for (const Json& each : std::exchange(response.fresh_logprobs, Json::array())) response.open_logprobs.push_back(each);
   Json& item = response.output.back();
   const Json place = place_of(response);
   const std::string id = item["id"];
@@ -212,6 +203,7 @@ void close_item(Response& response, std::string& events) {
     emit(response, events, "response.reasoning_text.done", with(place, {{"text", response.open_text}}));
     item = reasoning_item(id, response.open_text);
   }
+  item["status"] = status;
   emit(response, events, "response.output_item.done", {{"output_index", response.output.size() - 1}, {"item", item}});
   response.item = Item::kNone;
   response.open_text.clear();
@@ -230,19 +222,11 @@ void open_item(Response& response, Response::Item item, std::string& events) {
   if (text) emit(response, events, "response.content_part.added", with(place_of(response), {{"part", text_part("", Json::array())}}));
 }
 
-void add_events(Response& response, const ReplyPiece& piece, std::string& events) {
-  const ReplyDelta& delta = piece.delta;
+void add_delta(Response& response, const ReplyDelta& delta, std::string& events) {
   if (!delta.reasoning.empty()) {
     open_item(response, Response::Item::kReasoning, events);
     response.open_text += delta.reasoning;
     emit(response, events, "response.reasoning_text.delta", with(place_of(response), {{"delta", delta.reasoning}}));
-  }
-  if (!delta.content.empty()) {
-    open_item(response, Response::Item::kText, events);
-    response.open_text += delta.content;
-    Json logprobs = logprobs_of(response, piece.tokens);
-    for (const Json& each : logprobs) response.open_logprobs.push_back(each);
-    emit(response, events, "response.output_text.delta", with(place_of(response), {{"delta", delta.content}, {"logprobs", std::move(logprobs)}}));
   }
   for (const ParsedCall& call : delta.calls) {
     close_item(response, events);
@@ -257,6 +241,30 @@ void add_events(Response& response, const ReplyPiece& piece, std::string& events
     emit(response, events, "response.function_call_arguments.done", with(place, {{"name", call.name}, {"arguments", call.arguments}}));
     emit(response, events, "response.output_item.done", {{"output_index", place["output_index"]}, {"item", item}});
   }
+  if (!delta.content.empty()) {
+    open_item(response, Response::Item::kText, events);
+    response.open_text += delta.content;
+    Json logprobs = std::exchange(response.fresh_logprobs, Json::array());
+    for (const Json& each : logprobs) response.open_logprobs.push_back(each);
+    emit(response, events, "response.output_text.delta", with(place_of(response), {{"delta", delta.content}, {"logprobs", std::move(logprobs)}}));
+  }
+}
+
+void add_piece(Response& response, const ReplyPiece& piece, std::string& events) {
+  for (const Json& each : logprobs_of(response, piece.tokens)) response.fresh_logprobs.push_back(each);
+  for (const ReplyDelta& delta : piece.deltas) add_delta(response, delta, events);
+}
+
+void end_items(Response& response, std::string& events) {
+  if (response.output.empty()) open_item(response, Response::Item::kText, events);   // an empty reply is one too
+  close_item(response, events, response.replies.front().finish() == Reply::Finish::kLength ? "incomplete" : "completed");
+}
+
+HttpResponse answer_whole(Response& response, const HttpRequest& request) {
+  std::string events;   // that nobody reads
+  add_piece(response, finish_all(response.replies, request).front(), events);
+  end_items(response, events);
+  return json_response(object_of(response, &response.output));
 }
 
 HttpResponse answer_stream(std::shared_ptr<Response> response) {
@@ -269,11 +277,10 @@ HttpResponse answer_stream(std::shared_ptr<Response> response) {
     }
     const bool more = advance_all(response->replies, [&](size_t, ReplyPiece& piece) {
       if (response->replies.front().ended()) response->replies.front().require_success();
-      add_events(*response, piece, events);
+      add_piece(*response, piece, events);
     });
     if (more) return true;
-    if (response->output.empty()) open_item(*response, Response::Item::kText, events);   // an empty reply is one too
-    close_item(*response, events);
+    end_items(*response, events);
     const Json object = object_of(*response, &response->output);
     emit(*response, events, object["status"] == "completed" ? "response.completed" : "response.incomplete", {{"response", object}});
     return false;
@@ -318,7 +325,7 @@ HttpResponse answer_responses(const ServedModel& model, const Json& body, const 
   echo("tools", Json::array());
   echo("top_p", 1.0);
   echo("max_output_tokens", nullptr);
-  response->replies = submit_all(model, generation, prompt);
+  submit_all(model, generation, prompt, response->replies);
   return streams ? answer_stream(std::move(response)) : answer_whole(*response, request);
 }
 

@@ -103,7 +103,7 @@ class ServerTest : public testing::Test {
         .id = "letters", .tokenizer = *tokenizer_, .forms = forms_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
     api_ = std::make_unique<Api>(*model_, ApiOptions());
     server_ = std::make_unique<HttpServer>("127.0.0.1", 0, HttpLimits(), [this](HttpRequest& request) { return api_->answer(request); },
-                                           [this] { return api_->too_large(); });
+                                           [this](const HttpRequest& request) { return api_->answer_too_large(request); });
   }
 
   std::string ask(const std::string& body) {

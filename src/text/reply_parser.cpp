@@ -35,6 +35,10 @@ bool is_identifier(std::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), fits) && text.find("\xE2\x80") == std::string_view::npos;
 }
 
+bool is_bare_key(std::string_view text) {
+  return !text.empty() && text.find_first_of(kNotInGemmaKeys) == std::string_view::npos && text.find("\xE2\x80") == std::string_view::npos;
+}
+
 // A quote between two letters is an apostrophe.
 bool is_apostrophe(std::string_view text, size_t at) {
   return at > 0 && at + 1 < text.size() && is_letter_or_digit(text[at - 1]) && is_letter_or_digit(text[at + 1]);
@@ -161,7 +165,7 @@ class GemmaReader {
           const size_t colon = text_.find(':', at_);
           if (colon == std::string_view::npos) return std::nullopt;
           key = std::string(trim(text_.substr(at_, colon - at_)));
-          if (!is_identifier(key)) return std::nullopt;
+          if (!is_bare_key(key)) return std::nullopt;
           at_ = colon;
         }
         skip_space();

@@ -69,6 +69,9 @@ class ReplyParser {
   std::string call_;                          // its text so far
 };
 
+// What keys in Gemma 4's grammar can not hold, which stand there without quotes.
+inline constexpr std::string_view kNotInGemmaKeys = ":,{}[]<>|'\" \t\r\n";
+
 // One call in Gemma 4's grammar: call:NAME{key:value,...}, also with strings in other quotes or none where these can mean one thing only;
 // or one or several as JSON: {"name": ..., "arguments": {...}}. Empty: it can not be read.
 std::vector<ParsedCall> parse_gemma_call(std::string_view text);

@@ -111,6 +111,8 @@ TEST(ReplyParser, WhatCanNotBeReadIsContent) {
     const Parsed parsed = parse(*tokenizer, ids_of(*tokenizer, text));
     EXPECT_TRUE(parsed.content == text || (parsed.calls.size() == 1 && parsed.calls[0].arguments.find('b') != std::string::npos)) << text;
   }
+  // Whatever the grammar lets a property be called.
+  EXPECT_EQ(parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>call:x{a@b/c(d):<|\"|>v<|\"|>}<tool_call|>")).calls.at(0).arguments, R"x({"a@b/c(d)":"v"})x");
   // One that is not closed but whole is a call.
   EXPECT_EQ(parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>call:x{a:b c}")).calls.at(0).arguments, R"({"a":"b c"})");
   const Parsed two = parse(*tokenizer, ids_of(*tokenizer, "<|tool_call>call:x{a:1}<|tool_call>call:y{b:<|\"|><|tool_call><|\"|>}<tool_call|>"));
@@ -147,7 +149,7 @@ TEST(ReplyParser, FaultyCallsAreReadAsMeantOrNotAtAll) {
   }
   for (const std::string& inner : {
            std::string("{city:first line\nsecond, line\nthird: x}"), std::string("{city:first line\nsecond}"), std::string("{city:a,line\nthird:x}"),
-           std::string("{city:Paris, the gate: B}"), std::string("{it's:1}"), std::string("{a'b':1}"), std::string("{(a):1}"), std::string("{\u201Ca\u201D:1}"),
+           std::string("{city:Paris, the gate: B}"), std::string("{it's:1}"), std::string("{a'b':1}"), std::string("{\u201Ca\u201D:1}"),
            std::string("{city:'at 10:30, gate: B}"), std::string("{city:at 10:30', gate: B}"), std::string("{city:the 'x, b: y' z}"),
            std::string("{city:'the dogs' bowl, b:1'}"), std::string("{city:'a' b}"), std::string("{city:'a'b:'c'}"), std::string("{city:'a\\'}"),
            std::string("{text:He said \"a, b:c\" twice}"), std::string("{text:\"a \"b, c:d\" e\"}"), std::string("{text:\"C:\\Users\"}"),
