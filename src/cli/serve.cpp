@@ -157,7 +157,8 @@ int serve(const ServeOptions& options) {
   http.max_connections = static_cast<int>(options.max_connections);
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
   server::HttpServer listener(options.host, static_cast<int>(options.port), http,
-                              [&](server::HttpRequest& request) { return api.answer(request); }, [&](const server::HttpRequest& request) { return api.answer_too_large(request); });
+                              [&](server::HttpRequest& request) { return api.answer(request); },
+                              [&](const server::HttpRequest& request) { return api.answer_too_large(request); });
   start_thread("a thread for a connection", [] {}).join();   // every client needs one: without any the server would be of no use
   const std::string address =
       fmt::format("http://{}:{}/", options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port());

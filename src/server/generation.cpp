@@ -81,11 +81,11 @@ Generation read_generation(const Fields& fields, const ServedModel& model) {
   if (sampling.temperature < 0x1p-20f) sampling.temperature = 0;
   sampling.seed = fields.has("seed") ? static_cast<uint64_t>(fields.integer("seed", 0, INT64_MIN, INT64_MAX)) : random_seed();
   sampling.logit_bias = read_logit_bias(fields, model);
+  generation.has_bans = std::any_of(sampling.logit_bias.begin(), sampling.logit_bias.end(), [](const auto& bias) { return std::isinf(bias.second); });
   for (int32_t id : model.suppressed_ids) sampling.logit_bias.emplace_back(id, -std::numeric_limits<float>::infinity());
   generation.stops = fields.strings("stop", kMaxStops);
   std::erase(generation.stops, "");
   generation.n = static_cast<int>(fields.integer("n", 1, 1, kMaxChoices));
-  generation.has_bans = fields.has("logit_bias");
   fields.string("model");   // whatever it is called here; but a text
   return generation;
 }

@@ -41,7 +41,7 @@ struct Generation {
   int64_t max_new = INT64_MAX;
   std::vector<std::string> stops;
   int n = 1;
-  bool has_bans = false;                 // logit_bias
+  bool has_bans = false;                 // the client's, by logit_bias
   // Of chats: thoughts and calls are told apart from content.
   bool is_chat = false;
   bool in_thought = false;               // the prompt has opened a thought
