@@ -64,7 +64,6 @@ struct Engine::Sequence {
   double seconds_of_masks = 0;       // BoundReply::seconds, as far as is known
 
   std::vector<Sampled> fresh;        // tokens of this step
-  std::string error;                 // why it can not go on
   bool ended = false;
   RequestResult result;
   Clock::time_point submitted, admitted, first_token;
@@ -122,8 +121,10 @@ std::shared_ptr<Channel> Engine::submit(Request request) {
   }
   {
     const std::lock_guard lock(mutex_);
-    const int room = limits_.max_waiting + (sequence->request.follows ? limits_.max_followers : 0);
-    if (draining_ || published_.n_waiting + static_cast<int>(inbox_.size()) >= room) return nullptr;
+    // All that have not ended are counted: how many of the latest will be computed at once is not known before the next step.
+    const int n_here = published_.n_running + published_.n_waiting + static_cast<int>(inbox_.size());
+    const int room = limits_.run.n_sequences + limits_.max_waiting + (sequence->request.follows ? limits_.max_followers : 0);
+    if (draining_ || n_here >= room) return nullptr;
     sequence->arrival = next_arrival_++;
     inbox_.push_back(std::move(sequence));
   }
@@ -253,7 +254,7 @@ void Engine::take_masks() {
     sequence.n_wanted = sequence.bound->n_guesses;
     sequence.seconds_of_masks = sequence.bound->seconds;
     if (!sequence.bound->error.empty()) {
-      end(sequence, FinishReason::kFailed, sequence.bound->error);
+      fail(sequence, Failure::kConstraint, sequence.bound->error);
     } else if (sequence.bound->masks[0].next == TokenConstraint::Next::kNothing) {
       end(sequence, FinishReason::kStop);
     }
@@ -434,10 +435,10 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
   std::optional<FinishReason> finish;
   size_t n_kept = 0;
   sequence.fresh.clear();
-  for (; n_kept <= n_right && !finish && sequence.error.empty(); ++n_kept) {
+  for (; n_kept <= n_right && !finish; ++n_kept) {
     const Sampled& sampled = samples[n_kept];
     if (!sampled.valid) {
-      sequence.error = "the model computes no finite numbers for this text, or every token was banned";
+      finish = FinishReason::kFailed;
       break;
     }
     ++timings.reply_tokens;
@@ -459,7 +460,6 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
     for (const Sampled& sampled : sequence.fresh) sequence.unaccepted.push_back(sampled.id);
     sequence.needs_masks = true;
   }
-  if (!sequence.error.empty()) finish = FinishReason::kFailed;
   timings.drafted_tokens += row.n_draft;
   timings.accepted_tokens += static_cast<int64_t>(std::min(n_right, n_kept));
   if (row.n_draft > 0) {
@@ -470,8 +470,10 @@ void Engine::take_samples(Sequence& sequence, const PlannedRows& row, std::span<
   sequence.n_read += static_cast<int64_t>(std::min(n_right, n_kept));
   BERYL_CHECK(row.n_draft == 0 || stepper_.rewind(sequence.slot, sequence.n_read), "guesses are no more than a chunk");
   if (!sequence.fresh.empty()) sequence.channel->push(sequence.fresh);
-  if (finish != FinishReason::kFailed) after_reading(sequence, n_before);
-  if (finish) end(sequence, *finish, sequence.error);
+  if (finish == FinishReason::kFailed)
+    return fail(sequence, Failure::kNoToken, "the model computes no finite numbers for this text, or every token was banned");
+  after_reading(sequence, n_before);
+  if (finish) end(sequence, *finish);
 }
 
 void Engine::after_reading(Sequence& sequence, int64_t n_before) {
@@ -482,7 +484,7 @@ void Engine::after_reading(Sequence& sequence, int64_t n_before) {
 }
 
 // Its pages are free from here on; remove_ended takes it off the lists.
-void Engine::end(Sequence& sequence, FinishReason finish, const std::string& error) {
+void Engine::end(Sequence& sequence, FinishReason finish) {
   if (sequence.ended) return;
   sequence.ended = true;
   if (sequence.slot >= 0) {
@@ -493,7 +495,6 @@ void Engine::end(Sequence& sequence, FinishReason finish, const std::string& err
     sequence.slot = -1;
   }
   sequence.result.finish = finish;
-  sequence.result.error = error;
   const RequestTimings& timings = sequence.result.timings;
   ++totals_.finished[static_cast<size_t>(finish)];
   totals_.prompt_tokens += timings.prompt_tokens;
@@ -505,8 +506,15 @@ void Engine::end(Sequence& sequence, FinishReason finish, const std::string& err
   totals_.recomputed_tokens += timings.recomputed_tokens;
 }
 
+void Engine::fail(Sequence& sequence, Failure failure, const std::string& error) {
+  if (sequence.ended) return;
+  sequence.result.failure = failure;
+  sequence.result.error = error;
+  end(sequence, FinishReason::kFailed);
+}
+
 void Engine::end_failed_step(const std::string& error) {
-  for (SequencePtr& sequence : running_) end(*sequence, FinishReason::kFailed, error);
+  for (SequencePtr& sequence : running_) fail(*sequence, Failure::kDevice, error);
 }
 
 // The result goes out only when the sequence holds nothing any more and the counts tell of it.

@@ -25,7 +25,7 @@ namespace beryl {
 
 struct EngineLimits {
   RunLimits run;             // context, chunk_tokens, n_sequences, cache_tokens, kept_windows; see complete()
-  int max_waiting = 64;      // requests that are not let in yet
+  int max_waiting = 64;      // requests beyond those that can be computed at once (run.n_sequences)
   int max_followers = 256;   // beyond these: of requests that belong to one that had room (Request::follows)
   int max_draft = 7;         // guesses a step and sequence; 0: none
   bool always_draft = false; // check all guesses, whether it pays or not: for tests and measurements
@@ -56,7 +56,7 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // By any thread. Null: too many wait already, or the engine is draining. Throws Error(kBadInput) for a prompt that is empty,
+  // By any thread. Null: as many as may be are there already, or the engine is draining. Throws Error(kBadInput) for a prompt that is empty,
   // does not fit the context, or names an id that the model lacks.
   std::shared_ptr<Channel> submit(Request request);
   // Takes no more requests, and returns when the last one has ended.
@@ -84,7 +84,8 @@ class Engine {
   void run_rows();
   void take_samples(Sequence& sequence, const PlannedRows& row, std::span<const Sampled> samples);
   void after_reading(Sequence& sequence, int64_t n_before);
-  void end(Sequence& sequence, FinishReason finish, const std::string& error = {});
+  void end(Sequence& sequence, FinishReason finish);
+  void fail(Sequence& sequence, Failure failure, const std::string& error);
   void end_failed_step(const std::string& error);
   void remove_ended();
   void publish();

@@ -193,6 +193,7 @@ TEST_P(EngineGoldenTest, NumbersThatAreNoneEndOneRequestOnly) {
   const auto first = submit(engine, good), failing = submit(engine, bad), second = submit(engine, good);
   const Told failed = read(*failing);
   EXPECT_EQ(failed.result.finish, FinishReason::kFailed);
+  EXPECT_EQ(failed.result.failure, Failure::kNoToken);
   EXPECT_TRUE(failed.ids.empty());
   EXPECT_NE(failed.result.error.find("finite"), std::string::npos);
   EXPECT_EQ(read(*first).ids, expected.reply);

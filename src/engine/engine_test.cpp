@@ -304,11 +304,27 @@ TEST_F(EngineTest, WhatCanNotBeRunIsRefused) {
   EXPECT_NE(each->submit(request_for(ids(9), 1)), nullptr);
 }
 
+TEST_F(EngineTest, AllThatThereIsRoomForAreTakenHoweverFastTheyCome) {
+  EngineLimits limits = limits_of(100, 2, 16);
+  limits.max_waiting = 3;
+  const auto each = engine(limits);
+  for (int round = 0; round < 20; ++round) {
+    backend_.most_rows = 0;   // none gets on, and so none ends, before all have asked
+    std::vector<std::shared_ptr<Channel>> channels;
+    for (int i = 0; i < 9; ++i)
+      if (std::shared_ptr<Channel> channel = each->submit(request_for(ids(20), 5))) channels.push_back(std::move(channel));
+    EXPECT_EQ(channels.size(), 2u + 3u);
+    backend_.most_rows = INT64_MAX;
+    for (const auto& channel : channels) EXPECT_EQ(read_all(*channel).ids.size(), 5u);
+  }
+}
+
 TEST_F(EngineTest, AFailedDeviceEndsItsRequestsOnly) {
   const auto each = engine(limits_of(200, 2, 16));
   backend_.fails_at = 5;
   const Answer failed = read_all(*each->submit(request_for(ids(30), 100)));
   EXPECT_EQ(failed.result.finish, FinishReason::kFailed);
+  EXPECT_EQ(failed.result.failure, Failure::kDevice);
   EXPECT_NE(failed.result.error.find("device has failed"), std::string::npos);
   const Answer after = read_all(*each->submit(request_for(ids(30), 20)));
   EXPECT_EQ(after.ids, test::text_model_reply(ids(30), 20, {}, {}, 200));
@@ -459,6 +475,7 @@ TEST_F(EngineTest, AConstraintThatFailsEndsItsRequestOnly) {
     const auto failing = each->submit(std::move(request)), beside = each->submit(request_for(ids(31), 100));
     const Answer failed = read_all(*failing);
     EXPECT_EQ(failed.result.finish, FinishReason::kFailed);
+    EXPECT_EQ(failed.result.failure, Failure::kConstraint);
     EXPECT_NE(failed.result.error.find("as the test wanted"), std::string::npos) << failed.result.error;
     EXPECT_EQ(read_all(*beside).ids, test::text_model_reply(ids(31), 100, {}, {}, 256));
   }

@@ -16,7 +16,14 @@ enum class FinishReason : uint8_t {
   kLength,      // max_new tokens
   kContext,     // the context is full
   kCancelled,   // whoever asked wants no more
-  kFailed,      // the logits held NaN or infinity, every token was banned, or the device failed
+  kFailed,      // see Failure
+};
+
+enum class Failure : uint8_t {
+  kNone,
+  kNoToken,     // none could be sampled: the logits held NaN or infinity, or every token was banned
+  kConstraint,  // what the request's constraint threw
+  kDevice,      // the step failed, for all that were in it
 };
 
 // What may come next, by a grammar for example. Belongs to one request, used by one thread at a time, which need not be the
@@ -77,6 +84,7 @@ struct RequestTimings {
 struct RequestResult {
   FinishReason finish = FinishReason::kStop;
   int32_t stop_id = -1;                 // kStop: which
+  Failure failure = Failure::kNone;     // kFailed: why
   std::string error;                    // kFailed: one line
   RequestTimings timings;
 };

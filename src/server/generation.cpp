@@ -218,7 +218,7 @@ Reply::Finish Reply::finish() const {
 
 void Reply::require_success() const {
   if (stopped_) return;
-  if (result().finish == FinishReason::kFailed && has_bans_)
+  if (result().failure == Failure::kNoToken && has_bans_)
     throw ApiError(400, fmt::format("{}: what 'logit_bias' and the reply's form leave may be nothing", result().error), "logit_bias");
   if (result().finish == FinishReason::kFailed) throw ApiError(500, result().error);
   if (result().finish == FinishReason::kCancelled) throw ApiError(503, "the server is going down: try again later");
