@@ -302,8 +302,8 @@ class FailureTest(CliTest):
         result = run(1, "perplexity", self.model, text, "--threads", "1", "--against", "reference")
         self.assertEqual(result.returncode, 0, result.stderr.decode())   # does all itself
         serve = ["serve", self.model, "--threads", "1", "--port", "0"]
-        for most, what in ((1, "the engine's thread could not be started"), (2, "the HTTP server could not be started: a thread was refused"),
-                           (3, "a thread for a connection could not be started")):
+        for most, what in ((1, "the engine's thread could not be started"), (2, "a thread that watches connections could not be started"),
+                           (3, "the HTTP server could not be started: a thread was refused"), (4, "a thread for a connection could not be started")):
             with self.subTest(most=most):
                 self.assert_fails(run(most, *serve), 1, what, f"this user may have {most} processes and threads (ulimit -u)",
                                   warns=True)

@@ -162,8 +162,7 @@ int run(const char* vocabulary, const char* scripts_path, const char* chat_templ
                                      .vocab = program.vocab,
                                      .longest_token_bytes = 64};
   server::Api api(model, server::ApiOptions());
-  server::HttpServer http("127.0.0.1", 0, server::HttpLimits(), [&](server::HttpRequest& request) { return api.answer(request); },
-                          [&](const server::HttpRequest& request) { return api.answer_too_large(request); });
+  server::HttpServer http("127.0.0.1", 0, server::HttpLimits(), api.handlers());
   std::printf("%d\n", http.port());
   std::fflush(stdout);
   std::cin.ignore(std::numeric_limits<std::streamsize>::max());

@@ -156,9 +156,7 @@ int serve(const ServeOptions& options) {
   server::HttpLimits http;
   http.max_connections = static_cast<int>(options.max_connections);
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
-  server::HttpServer listener(options.host, static_cast<int>(options.port), http,
-                              [&](server::HttpRequest& request) { return api.answer(request); },
-                              [&](const server::HttpRequest& request) { return api.answer_too_large(request); });
+  server::HttpServer listener(options.host, static_cast<int>(options.port), http, api.handlers());
   start_thread("a thread for a connection", [] {}).join();   // every client needs one: without any the server would be of no use
   const std::string address =
       fmt::format("http://{}:{}/", options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port());
@@ -213,8 +211,8 @@ Command add_serve_command(CLI::App& program) {
   add_integer(*app, "--cache-tokens", options->cache_tokens, 1, int64_t{1} << 32,
               "positions that all requests share; when they run out the youngest request waits (default: a context for each)")
       ->group(capacity);
-  add_integer(*app, "--queue", options->max_waiting, 1, 1 << 20, "requests that may wait; more hear 503 (default 64)")->group(capacity);
-  add_integer(*app, "--connections", options->max_connections, 1, 1 << 16, "open connections; more hear 503 (default 128)")
+  add_integer(*app, "--queue", options->max_waiting, 1, 1 << 20, "requests beyond those that are computed at once; more hear 503 (default 64)")->group(capacity);
+  add_integer(*app, "--connections", options->max_connections, 1, 1 << 16, "open connections; more take the place of idle ones, or hear 503 (default 128)")
       ->group(capacity);
   add_integer(*app, "--max-body", options->max_body_bytes, 1024, int64_t{1} << 32, "bytes of a request (default 8388608)")
       ->group(capacity);
@@ -235,7 +233,7 @@ Command add_serve_command(CLI::App& program) {
       "Examples:\n"
       "  beryl serve model.gguf\n"
       "  beryl serve model.gguf --parallel 16 --ctx 16384 --cache-tokens 65536 --api-key \"$KEY\"\n"
-      "  curl http://127.0.0.1:8080/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'");
+      "  curl http://127.0.0.1:8080/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}], \"max_tokens\": 200}'");
   return {app, [options] { return serve(*options); }};
 }
 

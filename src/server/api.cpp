@@ -89,23 +89,17 @@ HttpResponse event_response(std::chrono::milliseconds sign_of_life, EventSource 
   response.content_type = "text/event-stream";
   response.headers.emplace_back("Cache-Control", "no-cache");
   response.headers.emplace_back("X-Accel-Buffering", "no");
-  response.stream = [sign_of_life, source = std::move(source), error_event = std::move(error_event),
-                     last = Clock::now()](std::string& piece) mutable {
-    bool more = false;
+  response.sign_of_life = ": waiting\n\n";
+  response.sign_of_life_after = sign_of_life;
+  response.stream = [source = std::move(source), error_event = std::move(error_event)](std::string& piece) {
     try {
-      more = source(piece);
+      return source(piece);
     } catch (const ApiError& error) {
       piece += error_event(error);
     } catch (const Error& error) {
       piece += error_event(to_api_error(error));
     }
-    if (!piece.empty()) {
-      last = Clock::now();
-    } else if (more && Clock::now() - last > sign_of_life) {
-      piece = ": waiting\n\n";
-      last = Clock::now();
-    }
-    return more;
+    return false;
   };
   return response;
 }
@@ -182,6 +176,21 @@ HttpResponse Api::answer_too_large(const HttpRequest& request) {
   return finish(error_response(error, is_anthropic(request)));
 }
 
+std::optional<HttpResponse> Api::refuse(const HttpRequest& request) {
+  try {
+    require_admission(request);
+    return std::nullopt;
+  } catch (const ApiError& error) {
+    ++n_requests_;
+    return finish(error_response(error, is_anthropic(request)));
+  }
+}
+
+HttpHandlers Api::handlers() {
+  return {[this](HttpRequest& request) { return answer(request); }, [this](const HttpRequest& request) { return refuse(request); },
+          [this](const HttpRequest& request) { return answer_too_large(request); }};
+}
+
 bool Api::has_key(const HttpRequest& request) const {
   if (options_.keys.empty()) return true;
   std::string_view given = request.header("authorization");
@@ -239,14 +248,26 @@ HttpResponse Api::finish(HttpResponse response) {
   return response;
 }
 
-HttpResponse Api::route(HttpRequest& request) {
-  using Answer = HttpResponse (*)(const ServedModel&, const Json&, const HttpRequest&);
-  const std::string& path = request.path;
+bool Api::is_preflight(const HttpRequest& request) const { return request.method == "OPTIONS" && !options_.cors_origin.empty(); }
+
+// What the header alone decides.
+void Api::require_admission(const HttpRequest& request) const {
   const bool get = request.method == "GET" || request.method == "HEAD";
   if (!is_called_by_name(request))
     throw ApiError(403, fmt::format("this server is not called {}: start it with --allow-host to let that name in", quote(request.header("host"))));
+  if ((request.path == "/health" && get) || is_preflight(request)) return;
+  if (request.busy) throw ApiError(503, "too many connections: try again later");
+  if (request.path == "/" && get) return;
+  if (!has_key(request)) throw ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", "", "invalid_api_key");
+}
+
+HttpResponse Api::route(HttpRequest& request) {
+  require_admission(request);
+  using Answer = HttpResponse (*)(const ServedModel&, const Json&, const HttpRequest&);
+  const std::string& path = request.path;
+  const bool get = request.method == "GET" || request.method == "HEAD";
   if (path == "/health" && get) return health();
-  if (request.method == "OPTIONS" && !options_.cors_origin.empty()) {
+  if (is_preflight(request)) {
     // Whatever is asked for: the clients' libraries have headers of their own, and none does harm here.
     const std::string_view asked = request.header("access-control-request-headers");
     HttpResponse response;
@@ -256,9 +277,7 @@ HttpResponse Api::route(HttpRequest& request) {
                         {"Access-Control-Max-Age", "86400"}};
     return response;
   }
-  if (request.busy) throw ApiError(503, "too many connections: try again later");
   if (path == "/" && get) return answer_page(request);
-  if (!has_key(request)) throw ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", "", "invalid_api_key");
 
   const bool is_model = path.starts_with("/v1/models/");
   if (path == "/v1/models" || is_model || path == "/metrics") {

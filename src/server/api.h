@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,11 +36,17 @@ class Api {
   Api(const ServedModel& model, ApiOptions options);
 
   HttpResponse answer(HttpRequest& request);
+  // By the header alone: who may not ask, or comes when there are too many. Nothing: the body is wanted.
+  std::optional<HttpResponse> refuse(const HttpRequest& request);
   HttpResponse answer_too_large(const HttpRequest& request);
+  // All three, for a server; the Api outlives it.
+  HttpHandlers handlers();
   void set_draining() { draining_ = true; }
 
  private:
   HttpResponse route(HttpRequest& request);
+  void require_admission(const HttpRequest& request) const;
+  bool is_preflight(const HttpRequest& request) const;
   HttpResponse finish(HttpResponse response);
   bool has_key(const HttpRequest& request) const;
   bool is_called_by_name(const HttpRequest& request) const;

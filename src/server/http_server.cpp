@@ -21,12 +21,15 @@
 
 #include "base/error.h"
 #include "base/threads.h"
+#include "server/connection_watch.h"
 
 namespace beryl::server {
 namespace {
 
 // A body beyond the limit is read and dropped up to here, so that its sender hears the answer; then it is cut off.
 constexpr uint64_t kDroppedBytes = 64 << 20;
+// The same of a request that is refused by its header: enough for an honest client with the wrong key.
+constexpr uint64_t kRefusedBytes = 1 << 20;
 
 // What would help, where that is known.
 std::string advice_for(int error) {
@@ -76,24 +79,71 @@ std::string lower(std::string_view text) {
   return result;
 }
 
-bool is_closed(int socket) {
+enum class Client {
+  kThere,
+  kSaysNoMore,   // has closed its sending half, or the connection: the same to us, before it refuses what we send
+  kGone,
+};
+
+Client look_at(int socket) {
   pollfd state = {socket, POLLRDHUP, 0};
-  return poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
+  if (poll(&state, 1, 0) <= 0) return Client::kThere;
+  if ((state.revents & (POLLHUP | POLLERR | POLLNVAL)) != 0) return Client::kGone;
+  return (state.revents & POLLRDHUP) != 0 ? Client::kSaysNoMore : Client::kThere;
 }
 
 // One request and its reply; lives until the reply has been sent.
 struct Exchange {
   HttpRequest request;
+  ConnectionWatch::Connection* connection = nullptr;
+  bool reads_interim = false;             // HTTP/1.1: answers may come before the answer
+  bool was_asked = false;                 // whether it is still there
+  std::optional<HttpResponse> refusal;
   bool too_large = false;
   uint64_t n_body_bytes = 0;
 };
 
+// While nothing of the reply has been sent.
+bool is_gone(Exchange& exchange) {
+  const int socket = exchange.connection->socket;
+  const Client client = look_at(socket);
+  if (client != Client::kSaysNoMore) return client == Client::kGone;
+  if (!exchange.reads_interim) return true;
+  if (!exchange.was_asked) {
+    exchange.was_asked = true;
+    constexpr std::string_view kQuestion = "HTTP/1.1 100 Continue\r\n\r\n";
+    return send(socket, kQuestion.data(), kQuestion.size(), MSG_NOSIGNAL | MSG_DONTWAIT) != static_cast<ssize_t>(kQuestion.size());
+  }
+  return false;
+}
+
 struct Stream {
   std::function<bool(std::string&)> source;
-  std::function<bool()> client_gone;
+  int socket = -1;
+  std::string sign_of_life;
+  std::chrono::milliseconds sign_of_life_after{0};
+  std::chrono::steady_clock::time_point last = std::chrono::steady_clock::now();   // when something came
+  bool was_asked = false;  // whether the client is still there
   std::string pending;
   size_t n_sent = 0;       // of pending
   bool ended = false;
+
+  // False: the client is gone. Else pending has what comes next, or nothing.
+  bool advance() {
+    const Client client = look_at(socket);
+    if (client == Client::kGone) return false;
+    pending.clear();
+    n_sent = 0;
+    ended = !source(pending);
+    const auto now = std::chrono::steady_clock::now();
+    const bool asks = client == Client::kSaysNoMore && !was_asked;
+    if (pending.empty() && !ended && (asks || now - last > sign_of_life_after)) pending = sign_of_life;
+    if (!pending.empty()) {
+      last = now;
+      was_asked = was_asked || asks;
+    }
+    return true;
+  }
 };
 
 }  // namespace
@@ -127,21 +177,23 @@ struct HttpCallbacks {
     return MHD_YES;
   }
 
-  // A connection's context is set where it is one too many. Those that were there before go on undisturbed.
-  static void connection(void* self, MHD_Connection*, void** is_extra, MHD_ConnectionNotificationCode code) {
-    auto& server = *static_cast<HttpServer*>(self);
-    if (code != MHD_CONNECTION_NOTIFY_STARTED) {
-      --server.n_connections_;
-    } else if (++server.n_connections_ > server.limits_.max_connections) {
-      *is_extra = &server;
+  // The library closes the socket after the second of these.
+  static void connection(void* self, MHD_Connection* connection, void** watched, MHD_ConnectionNotificationCode code) {
+    ConnectionWatch& watch = *static_cast<HttpServer*>(self)->watch_;
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+      *watched = watch.add(MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd);
+    } else {
+      watch.remove(static_cast<ConnectionWatch::Connection*>(*watched));
     }
   }
 
   static void completed(void* self, MHD_Connection*, void** context, MHD_RequestTerminationCode) {
     if (*context == nullptr) return;
-    delete static_cast<Exchange*>(*context);
+    auto& server = *static_cast<HttpServer*>(self);
+    const std::unique_ptr<Exchange> exchange(static_cast<Exchange*>(*context));
     *context = nullptr;
-    --static_cast<HttpServer*>(self)->n_active_;
+    server.watch_->reply_ended(exchange->connection);
+    --server.n_active_;
   }
 
   static ssize_t read_stream(void* context, uint64_t, char* out, size_t room) {
@@ -149,10 +201,7 @@ struct HttpCallbacks {
     try {
       while (stream.n_sent == stream.pending.size()) {
         if (stream.ended) return MHD_CONTENT_READER_END_OF_STREAM;
-        if (stream.client_gone()) return MHD_CONTENT_READER_END_WITH_ERROR;
-        stream.pending.clear();
-        stream.n_sent = 0;
-        stream.ended = !stream.source(stream.pending);
+        if (!stream.advance()) return MHD_CONTENT_READER_END_WITH_ERROR;
       }
     } catch (const std::exception&) {
       return MHD_CONTENT_READER_END_WITH_ERROR;
@@ -164,10 +213,14 @@ struct HttpCallbacks {
   }
   static void free_stream(void* context) { delete static_cast<Stream*>(context); }
 
-  static MHD_Result send(MHD_Connection* connection, HttpResponse response, const std::function<bool()>& client_gone) {
+  static MHD_Result respond(MHD_Connection* connection, const Exchange& exchange, HttpResponse response) {
     MHD_Response* reply = nullptr;
     if (response.stream) {
-      auto stream = std::make_unique<Stream>(Stream{std::move(response.stream), client_gone, {}, 0, false});
+      auto stream = std::make_unique<Stream>();
+      stream->source = std::move(response.stream);
+      stream->socket = exchange.connection->socket;
+      stream->sign_of_life = std::move(response.sign_of_life);
+      stream->sign_of_life_after = response.sign_of_life_after;
       reply = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16 << 10, &read_stream, stream.get(), &free_stream);
       if (reply != nullptr) stream.release();
     } else {
@@ -181,59 +234,73 @@ struct HttpCallbacks {
     return queued;
   }
 
-  static MHD_Result access(void* context, MHD_Connection* connection, const char* url, const char* method, const char*,
+  static MHD_Result access(void* context, MHD_Connection* connection, const char* url, const char* method, const char* version,
                            const char* data, size_t* n_data, void** state) {
     auto& self = *static_cast<HttpServer*>(context);
     try {
-      return access(self, connection, url, method, data, n_data, state);
+      if (*state == nullptr) return begin(self, connection, url, method, version, state);
+      return go_on(self, connection, *static_cast<Exchange*>(*state), data, n_data);
     } catch (const std::exception&) {
       return MHD_NO;   // no memory: the connection closes
     }
   }
 
-  static MHD_Result access(HttpServer& self, MHD_Connection* connection, const char* url, const char* method, const char* data,
-                           size_t* n_data, void** state) {
-    if (*state == nullptr) {
-      // The header alone is there.
-      auto exchange = std::make_unique<Exchange>();
-      exchange->request.method = method;
-      exchange->request.path = url;
-      MHD_get_connection_values(connection, MHD_HEADER_KIND, &header, exchange.get());
-      const int socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
-      exchange->request.client_gone = [socket] { return is_closed(socket); };
-      const bool is_extra = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context != nullptr;
-      exchange->request.busy = is_extra && self.n_connections_ > self.limits_.max_connections;
-      const std::string_view length = exchange->request.header("content-length");
-      uint64_t n_bytes = 0;
-      std::from_chars(length.data(), length.data() + length.size(), n_bytes);
-      exchange->too_large = n_bytes > self.limits_.max_body_bytes;
-      const bool cut_off = n_bytes > self.limits_.max_body_bytes + kDroppedBytes;
-      const HttpRequest& request = exchange->request;
-      *state = exchange.release();
-      ++self.n_active_;
-      return cut_off ? send(connection, self.too_large_(request), {}) : MHD_YES;
+  // The header alone is there.
+  static MHD_Result begin(HttpServer& self, MHD_Connection* connection, const char* url, const char* method, const char* version,
+                          void** state) {
+    auto created = std::make_unique<Exchange>();
+    Exchange& exchange = *created;
+    HttpRequest& request = exchange.request;
+    request.method = method;
+    request.path = url;
+    MHD_get_connection_values(connection, MHD_HEADER_KIND, &header, &exchange);
+    exchange.connection =
+        static_cast<ConnectionWatch::Connection*>(MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context);
+    exchange.reads_interim = version != std::string_view("HTTP/1.0");
+    request.client_gone = [&exchange] { return is_gone(exchange); };
+    request.busy = self.watch_->is_too_many(exchange.connection);
+    const std::string_view length = request.header("content-length");
+    uint64_t n_bytes = 0;
+    std::from_chars(length.data(), length.data() + length.size(), n_bytes);
+    exchange.too_large = n_bytes > self.limits_.max_body_bytes;
+    exchange.refusal = self.handlers_.refuse(request);
+    *state = created.release();
+    ++self.n_active_;
+    self.watch_->header_came(exchange.connection);
+    if (exchange.refusal) {
+      // Who waits to be told to go on with it, or does not say how long it is, need not.
+      const bool is_short = n_bytes <= kRefusedBytes && request.header("transfer-encoding").empty() && request.header("expect").empty();
+      return is_short ? MHD_YES : respond(connection, exchange, std::move(*exchange.refusal));
     }
-    auto& exchange = *static_cast<Exchange*>(*state);
+    if (n_bytes > self.limits_.max_body_bytes + kDroppedBytes) return respond(connection, exchange, self.handlers_.answer_too_large(request));
+    return MHD_YES;
+  }
+
+  // A piece of the body, or its end.
+  static MHD_Result go_on(HttpServer& self, MHD_Connection* connection, Exchange& exchange, const char* data, size_t* n_data) {
+    HttpRequest& request = exchange.request;
     if (*n_data > 0) {
+      self.watch_->body_came(exchange.connection, *n_data);
       exchange.n_body_bytes += *n_data;
       if (exchange.n_body_bytes > self.limits_.max_body_bytes) {
         exchange.too_large = true;
-        exchange.request.body = std::string();
+        request.body = std::string();
         if (exchange.n_body_bytes > self.limits_.max_body_bytes + kDroppedBytes) return MHD_NO;
-      } else if (!exchange.too_large) {
-        exchange.request.body.append(data, *n_data);
+      } else if (!exchange.too_large && !exchange.refusal) {
+        request.body.append(data, *n_data);
       }
       *n_data = 0;
       return MHD_YES;
     }
-    if (exchange.too_large) return send(connection, self.too_large_(exchange.request), {});
-    return send(connection, self.handler_(exchange.request), exchange.request.client_gone);
+    self.watch_->request_came(exchange.connection);
+    if (exchange.refusal) return respond(connection, exchange, std::move(*exchange.refusal));
+    return respond(connection, exchange, exchange.too_large ? self.handlers_.answer_too_large(request) : self.handlers_.answer(request));
   }
 };
 
-HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limits, Handler handler,
-                       TooLarge too_large)
-    : limits_(limits), handler_(std::move(handler)), too_large_(std::move(too_large)) {
+HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limits, HttpHandlers handlers)
+    : limits_(limits), handlers_(std::move(handlers)) {
+  watch_ = std::make_unique<ConnectionWatch>(limits.max_connections, limits.header_time, limits.idle_time);
   listener_ = listen_on(host, port, port_);
   // Some connections more than wanted, which hear that they should come back.
   const int n_connections = limits.max_connections + limits.max_connections / 4 + 8;
@@ -244,7 +311,7 @@ HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limi
                              MHD_OPTION_LISTEN_SOCKET, listener_,
                              MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(n_connections),
                              MHD_OPTION_CONNECTION_MEMORY_LIMIT, limits.max_header_bytes,
-                             MHD_OPTION_CONNECTION_TIMEOUT, static_cast<unsigned>(limits.idle_seconds),
+                             MHD_OPTION_CONNECTION_TIMEOUT, static_cast<unsigned>((limits.idle_time.count() + 999) / 1000),
                              MHD_OPTION_NOTIFY_COMPLETED, &HttpCallbacks::completed, this,
                              MHD_OPTION_NOTIFY_CONNECTION, &HttpCallbacks::connection, this, MHD_OPTION_END);
   if (daemon_ == nullptr) {

@@ -2,14 +2,20 @@
 // libmicrohttpd.
 //
 // A connection has a thread of its own, in which its handler runs; so handlers may wait for the engine. What a client can
-// make the server hold is bounded: connections, header, body, idle time.
+// make the server hold is bounded: connections, header, body, and the time that it takes over each (connection_watch.h).
+//
+// A client that closes its sending half behind a request hears the answer; one that has closed the connection looks the same
+// until something is sent to it, which it then refuses. So something is sent: a stream's sign of life, and before a whole
+// reply "100 Continue", which clients of HTTP/1.1 read over. One of HTTP/1.0 would not, and is taken to be gone.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,12 +26,14 @@ struct MHD_Daemon;
 namespace beryl::server {
 
 struct HttpStartLog;
+class ConnectionWatch;
 
 struct HttpLimits {
-  int max_connections = 128;          // those beyond are told to come back later
+  int max_connections = 128;          // those beyond take the place of one between two requests, or are told to come back later
   size_t max_header_bytes = 32 << 10;
   size_t max_body_bytes = 8 << 20;
-  int idle_seconds = 60;              // a connection on which nothing moves
+  std::chrono::milliseconds header_time{10'000};   // a new connection, until its first header is whole
+  std::chrono::milliseconds idle_time{60'000};     // one between two requests, likewise; a body or a reply that does not move
 };
 
 struct HttpRequest {
@@ -34,7 +42,8 @@ struct HttpRequest {
   std::map<std::string, std::string> headers;   // names in lower case; of several with one name the last
   std::string body;
   bool busy = false;                  // its connection is one more than wanted: answer briefly
-  std::function<bool()> client_gone;  // has the other side closed the connection?
+  // Has the client closed the connection? Known a moment after it did, if this is asked again and again. Not for streams.
+  std::function<bool()> client_gone;
 
   std::string_view header(const std::string& name) const {
     const auto found = headers.find(name);
@@ -50,23 +59,31 @@ struct HttpResponse {
   // Streamed instead of body: appends what comes next, waiting for it; false: that was the last. An empty piece is asked on.
   // Called by the connection's thread; destroyed when the reply has ended or the client is gone.
   std::function<bool(std::string& piece)> stream = nullptr;
+  // Of a stream on which nothing comes: sent after each such time, and at once when the client has closed its sending half.
+  std::string sign_of_life = {};
+  std::chrono::milliseconds sign_of_life_after{0};
+};
+
+struct HttpHandlers {
+  std::function<HttpResponse(HttpRequest&)> answer;
+  // Asked when the header is there and the body is not: what it gives is the answer, and no byte of the body is kept. A body of
+  // some length is not even read; then the connection closes.
+  std::function<std::optional<HttpResponse>(const HttpRequest&)> refuse;
+  // What to answer to a request whose body, which it lacks, is beyond the limit.
+  std::function<HttpResponse(const HttpRequest&)> answer_too_large;
 };
 
 class HttpServer {
  public:
-  using Handler = std::function<HttpResponse(HttpRequest&)>;
-  // What to answer to a request whose body, which it lacks, is beyond the limit.
-  using TooLarge = std::function<HttpResponse(const HttpRequest&)>;
   // Throws Error(kIo) when the address can not be listened on, or threads
   // or files are refused: with the reason, and what would help.
-  HttpServer(const std::string& host, int port, const HttpLimits& limits, Handler handler, TooLarge too_large);
+  HttpServer(const std::string& host, int port, const HttpLimits& limits, HttpHandlers handlers);
   // Ends all connections.
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
 
   int port() const { return port_; }
-  int n_connections() const { return n_connections_; }
   // Accepts no more connections; those that are open go on.
   void stop_accepting();
   // Requests whose reply is not all sent.
@@ -75,12 +92,12 @@ class HttpServer {
  private:
   friend struct HttpCallbacks;
   const HttpLimits limits_;
-  const Handler handler_;
-  const TooLarge too_large_;
-  std::atomic<int> n_connections_ = 0, n_active_ = 0;
+  const HttpHandlers handlers_;
+  std::atomic<int> n_active_ = 0;
   int port_ = 0;
   int listener_ = -1;   // ours again once the daemon was told to stop accepting
   std::unique_ptr<HttpStartLog> log_;
+  std::unique_ptr<ConnectionWatch> watch_;
   MHD_Daemon* daemon_ = nullptr;
 };
 

@@ -1,5 +1,6 @@
 // What: many clients of one server, in one process: each gets its own reply whole, whoever leaves, reads slowly or asks for
-//       nonsense; one whose numbers are none gets an error alone; the server ends when all is answered.
+//       nonsense; one whose numbers are none gets an error alone; who says nothing holds no place for long; the server ends when
+//       all is answered.
 // How:  HTTP on real sockets against a backend that checks every page it reads (engine/text_model.h); runs under the thread
 //       and address sanitizers as well.
 #include <arpa/inet.h>
@@ -44,12 +45,15 @@ class Client {
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
-  void post(const std::string& path, const std::string& body, const char* connection = "close") {
-    const std::string text = fmt::format(
-        "POST {} HTTP/1.1\r\nHost: localhost\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
-        connection, body.size(), body);
-    EXPECT_EQ(send(socket_, text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
+  void post(const std::string& path, const std::string& body, const char* connection = "close", const char* version = "1.1") {
+    say(fmt::format("POST {} HTTP/{}\r\nHost: localhost\r\nConnection: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}", path,
+                    version, connection, body.size(), body));
   }
+  void say(const std::string& text) { EXPECT_TRUE(try_to_say(text)); }
+  bool try_to_say(const std::string& text) {
+    return send(socket_, text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size());
+  }
+  void say_no_more() { EXPECT_EQ(shutdown(socket_, SHUT_WR), 0); }
   std::string read_until(const std::string& end) {
     std::string all;
     while (!all.ends_with(end)) {
@@ -74,6 +78,12 @@ class Client {
  private:
   int socket_;
 };
+
+// Looks again and again; false: not within some seconds.
+bool comes_true(const std::function<bool()>& what) {
+  for (int i = 0; i < 1000 && !what(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  return what();
+}
 
 int status_of(const std::string& answer) { return answer.starts_with("HTTP/1.1 ") ? std::stoi(answer.substr(9)) : 0; }
 
@@ -101,9 +111,13 @@ class ServerTest : public testing::Test {
     engine_ = std::make_unique<Engine>(program_, limits, backend_);
     model_ = std::make_unique<ServedModel>(ServedModel{
         .id = "letters", .tokenizer = *tokenizer_, .forms = forms_, .engine = *engine_, .suppressed_ids = {}, .vocab = test::kTextVocab});
-    api_ = std::make_unique<Api>(*model_, ApiOptions());
-    server_ = std::make_unique<HttpServer>("127.0.0.1", 0, HttpLimits(), [this](HttpRequest& request) { return api_->answer(request); },
-                                           [this](const HttpRequest& request) { return api_->answer_too_large(request); });
+    start(HttpLimits(), ApiOptions());
+  }
+
+  void start(const HttpLimits& limits, const ApiOptions& options) {
+    server_ = nullptr;
+    api_ = std::make_unique<Api>(*model_, options);
+    server_ = std::make_unique<HttpServer>("127.0.0.1", 0, limits, api_->handlers());
   }
 
   std::string ask(const std::string& body) {
@@ -245,6 +259,133 @@ TEST_F(ServerTest, AStreamShowsThatItLivesWhileAPromptIsRead) {
   answer += client.read();
   EXPECT_EQ(text_in(answer), text_of(test::text_model_reply(prompt, 20, {}, {}, 512)));
   EXPECT_NE(answer.find("data: [DONE]"), std::string::npos);
+}
+
+TEST_F(ServerTest, AClientThatSaysNoMoreHearsItsAnswer) {
+  for (const bool stream : {false, true}) {
+    const std::vector<int32_t> prompt(200, stream ? 5 : 6);
+    backend_.most_rows = backend_.n_rows + 64;   // the prompt takes long
+    Client client(server_->port());
+    client.post("/v1/completions",
+                fmt::format(R"({{"prompt": "{}", "max_tokens": 20, "temperature": 0, "stream": {}}})", text_of(prompt), stream));
+    client.say_no_more();
+    std::string answer = client.read_until(stream ? ": waiting\n\n" : "\r\n\r\n");   // is it still there?
+    EXPECT_EQ(status_of(answer), stream ? 200 : 100);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));   // it is looked at again
+    backend_.most_rows = INT64_MAX;
+    answer = client.read();
+    EXPECT_EQ(status_of(answer), stream ? 0 : 200);
+    EXPECT_EQ(text_in(answer), text_of(test::text_model_reply(prompt, 20, {}, {}, 512))) << answer;
+  }
+  EXPECT_EQ(engine_->counts().finished[static_cast<size_t>(FinishReason::kCancelled)], 0);
+}
+
+TEST_F(ServerTest, AClientThatIsGoneIsNoticedBeforeItsReplyGoesOn) {
+  int n_gone = 0;
+  for (const bool stream : {false, true})
+    for (const char* version : {"1.1", "1.0"}) {
+      backend_.most_rows = backend_.n_rows + 64;
+      {
+        Client leaving(server_->port());
+        const std::string prompt = text_of(std::vector<int32_t>(200, n_gone));   // of which the caches know nothing
+        leaving.post("/v1/completions", fmt::format(R"({{"prompt": "{}", "max_tokens": 200, "stream": {}}})", prompt, stream), "close", version);
+        EXPECT_TRUE(comes_true([&] { return server_->n_active() == 1; }));
+      }
+      EXPECT_TRUE(comes_true([&] { return server_->n_active() == 0; })) << version << (stream ? " stream" : " whole");
+      backend_.most_rows = INT64_MAX;
+      ++n_gone;
+      EXPECT_TRUE(comes_true([&] { return engine_->counts().finished[static_cast<size_t>(FinishReason::kCancelled)] == n_gone; }));
+    }
+}
+
+TEST_F(ServerTest, WhoSaysNothingHoldsNoPlaceForLong) {
+  HttpLimits limits;
+  limits.header_time = std::chrono::milliseconds(300);
+  limits.idle_time = std::chrono::milliseconds(1500);
+  start(limits, {});
+  Client polite(server_->port()), silent(server_->port()), dribbling(server_->port()), slow_body(server_->port());
+  polite.post("/tokenize", R"({"content": "ab"})", "keep-alive");
+  EXPECT_EQ(status_of(polite.read_until("\"count\":2}")), 200);
+  slow_body.say("POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n");
+  const auto begin = std::chrono::steady_clock::now();
+  const auto ms_since = [&] { return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count(); };
+  double header_ms = 0, body_ms = 0;
+  dribbling.say("GET /health HTTP/1.1\r\nX-Long: ");
+  while (ms_since() < 5000 && body_ms == 0) {
+    if (header_ms == 0 && !dribbling.try_to_say("y")) header_ms = ms_since();
+    if (!slow_body.try_to_say(" ")) body_ms = ms_since();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (header_ms == 0 || ms_since() > header_ms + 400) continue;
+    polite.post("/tokenize", R"({"content": "abc"})", "keep-alive");   // between two requests there is more time
+    EXPECT_EQ(status_of(polite.read_until("\"count\":3}")), 200);
+  }
+  EXPECT_GE(header_ms, 200);
+  EXPECT_LT(header_ms, 1400);
+  EXPECT_GE(body_ms, 1400);
+  EXPECT_LT(body_ms, 4000);
+  EXPECT_EQ(silent.read(), "");
+  EXPECT_EQ(polite.read(), "");   // closed in the end
+}
+
+TEST_F(ServerTest, AnIdleConnectionMakesRoomForANewOne) {
+  HttpLimits limits;
+  limits.max_connections = 3;
+  start(limits, {});
+  const auto asks = [&](Client& client) {
+    client.post("/tokenize", R"({"content": "ab"})", "keep-alive");
+    return status_of(client.read_until("\"count\":2}"));
+  };
+  Client first(server_->port()), second(server_->port()), silent(server_->port());
+  EXPECT_EQ(asks(first), 200);
+  EXPECT_EQ(asks(second), 200);
+  EXPECT_EQ(asks(first), 200);
+  Client third(server_->port());   // instead of the second, which is idle the longest
+  EXPECT_EQ(asks(third), 200);
+  EXPECT_EQ(second.read(), "");
+  EXPECT_EQ(asks(first), 200);
+  Client fourth(server_->port());
+  EXPECT_EQ(asks(fourth), 200);
+  EXPECT_EQ(third.read(), "");
+  // Nobody goes who is asking or has just come.
+  backend_.most_rows = 0;
+  for (Client* each : {&first, &fourth}) each->post("/v1/completions", R"({"prompt": "abc", "max_tokens": 3, "temperature": 0})", "keep-alive");
+  EXPECT_TRUE(comes_true([&] { return server_->n_active() == 2; }));
+  Client extra(server_->port());
+  extra.post("/tokenize", R"({"content": "ab"})");
+  EXPECT_EQ(status_of(extra.read()), 503);
+  backend_.most_rows = INT64_MAX;
+  for (Client* each : {&first, &fourth}) EXPECT_EQ(status_of(each->read_until("}}")), 200);
+  EXPECT_EQ(asks(silent), 200);
+}
+
+TEST_F(ServerTest, AKeyIsLookedAtBeforeTheBody) {
+  start(HttpLimits(), {.keys = {"right"}});
+  const auto header = [](const char* key, int64_t n_bytes, const char* more) {
+    return fmt::format("POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nContent-Length: {}\r\n{}\r\n", key, n_bytes, more);
+  };
+  const std::string body = R"({"content": "ab"})";
+  const auto size = static_cast<int64_t>(body.size());
+  // A large body is not waited for, nor one that the client asks about first.
+  for (const auto& [n_bytes, more] : {std::pair{7 << 20, ""}, std::pair{1 << 30, ""}, std::pair{17, "Expect: 100-continue\r\n"}}) {
+    Client client(server_->port());
+    client.say(header("wrong", n_bytes, more));
+    EXPECT_EQ(status_of(client.read()), 401) << n_bytes;   // and closed
+  }
+  // Behind a small one the connection goes on.
+  Client client(server_->port());
+  client.say(header("wrong", size, "") + body);
+  EXPECT_EQ(status_of(client.read_until("}}")), 401);
+  client.say(header("right", size, "") + body);
+  EXPECT_EQ(status_of(client.read_until("\"count\":2}")), 200);
+}
+
+TEST_F(ServerTest, AFailedDeviceIsNoFaultOfAClientThatBansTokens) {
+  const std::string body = R"({"prompt": "abc", "max_tokens": 50, "logit_bias": {"3": -100}})";
+  backend_.fails_at = 3;
+  const std::string answer = ask(body);
+  EXPECT_EQ(status_of(answer), 500) << answer;
+  EXPECT_NE(answer.find("device has failed"), std::string::npos) << answer;
+  EXPECT_EQ(status_of(ask(body)), 200);
 }
 
 TEST_F(ServerTest, ADrainedServerRefusesAndFinishes) {
