@@ -516,6 +516,14 @@ class LieTest(PullCase):
         url = f"{self.content.origin}/m.gguf"
         self.fails(url, sha256(data), "0" * 64, arguments=("--sha256", "0" * 64))
         self.assertEqual(self.pull(url, "--sha256", sha256(data).upper()), "m")
+        # What is in the store already is not fetched again, and has its size all the same.
+        self.content.requests.clear()
+        result = self.beryl("pull", url, "--sha256", sha256(data), "--name", "again")
+        self.assertRegex(result.stderr.decode(), r"again: [1-9]\S* [kM]B, .*which was there already")
+        self.assertEqual(self.content.requests, [])
+        sizes = {name: size for name, size, *_ in self.listed()}
+        self.assertEqual(sizes["again"], sizes["m"])
+        self.assertNotEqual(sizes["again"], "0 B")
 
     def test_lengths(self):
         data = make_gguf(2 * MIB // 4)

@@ -198,7 +198,9 @@ class Pull {
         was_there = false;
         if (!fetch(i)) return false;
       }
-      done_bytes_ += std::max<int64_t>(model_.files[i].bytes, 0);
+      // An address tells no size of what is not asked for, since it is here.
+      if (model_.files[i].bytes < 0) model_.files[i].bytes = store_.blob_bytes(model_.files[i]);
+      done_bytes_ += model_.files[i].bytes;
     }
     return true;
   }

@@ -371,6 +371,12 @@ bool Store::has_blob(const StoredFile& file) const {
          (file.bytes < 0 || status.st_size == file.bytes);
 }
 
+int64_t Store::blob_bytes(const StoredFile& file) const {
+  struct stat status = {};
+  if (::stat(blob_path(file.sha256).c_str(), &status) != 0) fail_io(blob_path(file.sha256), "cannot look at", errno);
+  return status.st_size;
+}
+
 OpenFile Store::open_blob(const StoredFile& file) const {
   OpenFile blob(::open(blob_path(file.sha256).c_str(), O_RDONLY | O_CLOEXEC));
   if (blob.get() < 0) fail_io(blob_path(file.sha256), "cannot open", errno);

@@ -84,6 +84,8 @@ class Store {
   void plan(const StoredModel& model);  // from now on its blobs and partial files stay
   bool has_blob(const StoredFile& file) const;
   std::string partial_folder() const { return folder_ + "/partial"; }
+  // Of a blob that is there. Throws Error(kIo).
+  int64_t blob_bytes(const StoredFile& file) const;
   // Opens the blob to be read. Throws Error(kIo).
   OpenFile open_blob(const StoredFile& file) const;
   void remove_blob(const StoredFile& file);  // it is damaged
