@@ -57,7 +57,8 @@ struct ChatPrompt {
 
 // messages: OpenAI's list (role, content as a string or text parts, tool_calls, tool_call_id, reasoning or
 // reasoning_content). Throws Error(kBadInput), naming the message, for what the format can not hold: unknown roles,
-// roles out of order (Gemma 3), media parts, tool arguments that are no JSON object, a tool result without a call.
+// roles out of order (Gemma 3), media parts, tool arguments that are neither an object nor a string, a tool result without a
+// call. A string that is no JSON object is written as it is.
 ChatPrompt format_chat(const ChatFormat& format, const nlohmann::ordered_json& messages, const ChatOptions& options);
 
 // Control pieces by name, text with special parsing off, and exactly one BOS where the model wants one. Throws

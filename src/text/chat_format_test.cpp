@@ -301,8 +301,7 @@ TEST(ChatFormat, MediaAndUnknownRolesAreRefusedByName) {
                             R"([{"role":"user","content":"a","tool_calls":[{"function":{"name":"f"}}]}])"})
       EXPECT_NE(refused(family, Json::parse(bad)), "") << bad;
     for (const char* call :
-         {R"({})", R"({"function":{}})", R"({"function":{"name":"f","arguments":"{"}})",
-          R"({"function":{"name":"f","arguments":"[1]"}})", R"({"function":{"name":"f","arguments":1}})"})
+         {R"({})", R"({"function":{}})", R"({"function":{"name":"f","arguments":[1]}})", R"({"function":{"name":"f","arguments":1}})"})
       EXPECT_NE(refused(family, Json::parse(fmt::format(R"([{{"role":"user","content":"a"}},
                                                             {{"role":"assistant","tool_calls":[{}]}}])", call))), "")
           << call;
@@ -349,6 +348,10 @@ TEST(ChatFormat, Gemma4TurnsThoughtsAndResults) {
   const std::string call =
       "<|tool_call>call:f{A:[true,null],b:1.0}<tool_call|>"
       "<|tool_response>response:f{y:<|\"|>s<|\"|>,z:1}<tool_response|>";
+  // What is no JSON object is shown as it was said.
+  EXPECT_NE(rendered(gemma4, R"([{"role":"user","content":"a"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\"a: 1"}}]}])")
+                .find("<|tool_call>call:f{{\"a: 1}<tool_call|>"),
+            std::string::npos);
   const std::string before = "<bos><|turn>user\na<turn|>\n<|turn>model\n";
   const std::string after = "ok<turn|>\n<|turn>user\nc<turn|>\n" + opening;
   EXPECT_EQ(rendered(gemma4, called), before + call + after);
@@ -431,6 +434,9 @@ TEST(ChatFormat, Llama3CallsAndResults) {
                    "<|start_header_id|>assistant<|end_header_id|>\n\n"
                    "{\"name\": \"f\", \"parameters\": {\"b\": 1e-05, \"a\": \"ü\\n\"}}<|eot_id|>"
                    "<|start_header_id|>ipython<|end_header_id|>\n\n\"\\\"x\\\"\"<|eot_id|>");
+  EXPECT_NE(rendered(llama, R"([{"role":"user","content":"a"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\"a: 1"}}]}])")
+                .find(R"({"name": "f", "parameters": "{\"a: 1"})"),
+            std::string::npos);
   ChatOptions options;
   options.tools = Json::parse(R"([{"type":"function","function":{"name":"f"}}])");
   EXPECT_NE(error_of([&] {

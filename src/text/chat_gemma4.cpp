@@ -256,7 +256,13 @@ void write_declaration(PromptBuilder& out, const Json& function) {
 void write_call(PromptBuilder& out, const ToolCall& call) {
   out.control("<|tool_call>");
   out.text("call:" + call.name);
-  write_argument(out, call.arguments, false);
+  if (call.arguments.is_string()) {
+    out.text("{");
+    out.text(call.arguments.get_ref<const std::string&>());
+    out.text("}");
+  } else {
+    write_argument(out, call.arguments, false);
+  }
   out.control("<tool_call|>");
 }
 

@@ -77,14 +77,19 @@ Json read_arguments(const Json& function, size_t index) {
   const auto arguments = function.find("arguments");
   if (arguments == function.end() || arguments->is_null()) return Json::object();
   Json value = *arguments;
-  if (value.is_string()) {   // OpenAI's form: JSON as text
-    const std::string text = value.get<std::string>();
+  if (value.is_string()) {   // OpenAI's form: JSON as text, or what a model wrote in its place
+    const std::string& text = value.get_ref<const std::string&>();
     if (text.find_first_not_of(" \t\r\n") == std::string::npos) return Json::object();
-    value = parse_json<Json>(fmt::format("message {}: arguments of a tool call", index), text);
+    try {
+      Json parsed = parse_json<Json>("arguments", text);
+      if (parsed.is_object()) return parsed;
+    } catch (const Error&) {
+      // as it is
+    }
+    return value;
   }
   if (!value.is_object())
-    throw bad_message(index,
-                      fmt::format("arguments of a tool call are a {}, expected a JSON object", value.type_name()));
+    throw bad_message(index, fmt::format("arguments of a tool call are a {}, expected a JSON object, or a string", value.type_name()));
   return value;
 }
 

@@ -25,7 +25,7 @@ struct ContentPart {
 struct ToolCall {
   std::string id;                     // empty when the caller gave none
   std::string name;
-  nlohmann::ordered_json arguments;   // an object
+  nlohmann::ordered_json arguments;   // an object; or a string: what the caller sent, which is the text of none
 };
 
 struct ToolResult {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 
 #include "base/error.h"
 #include "base/mapped_file.h"
@@ -103,6 +104,18 @@ std::string without_space(std::string_view text) {
   return kept;
 }
 
+// Of letters and digits, which no notation of texts changes.
+std::string_view longest_word(std::string_view text) {
+  std::string_view longest;
+  for (size_t begin = 0; begin < text.size(); ++begin) {
+    size_t end = begin;
+    while (end < text.size() && std::isalnum(static_cast<unsigned char>(text[end])) != 0) ++end;
+    if (end - begin > longest.size()) longest = text.substr(begin, end - begin);
+    begin = end;
+  }
+  return longest;
+}
+
 class TemplateWriter : public ChatWriter {
  public:
   TemplateWriter(std::string name, std::string_view source, const Tokenizer& tokenizer)
@@ -112,15 +125,20 @@ class TemplateWriter : public ChatWriter {
   }
 
   ChatPrompt write(const Json& messages, const ChatOptions& options) const override {
-    read_messages(messages, options.media_placeholders);  // throws for what no format can hold
+    const std::vector<Message> all = read_messages(messages, options.media_placeholders);  // throws for what no format can hold
     read_tools(options.tools);
+    ChatPrompt prompt;
     try {
-      ChatPrompt prompt = to_prompt(render(messages, options, expectations_));
-      report_unexpressed(options, prompt.warnings);
-      return prompt;
+      prompt = to_prompt(render(messages, options, expectations_));
     } catch (const Error& error) {
+      for (const Message& message : all)
+        for (const ToolCall& call : message.tool_calls)
+          if (call.arguments.is_string()) throw bad_arguments(message, call, fmt::format("can not show that: {}", error.what()));
       throw Error(error.code, fmt::format("{}: {}", name_, error.what()));
     }
+    require_shown(all, prompt.text());
+    report_unexpressed(options, prompt.warnings);
+    return prompt;
   }
   std::string_view name() const override { return name_; }
   bool can_think() const override { return template_.reads("enable_thinking") || template_.reads("thinking"); }
@@ -161,7 +179,23 @@ class TemplateWriter : public ChatWriter {
     if (!arguments.is_string()) return arguments;
     const std::string& text = arguments.get_ref<const std::string&>();
     if (text.find_first_not_of(" \t\r\n") == std::string::npos) return Json::object();
-    return parse_json<Json>("arguments of a tool call", text);
+    try {
+      return parse_json<Json>("arguments of a tool call", text);
+    } catch (const Error&) {
+      return arguments;
+    }
+  }
+
+  // Of the calls whose arguments are no JSON object, that the first which the prompt does not show is an error.
+  static void require_shown(const std::vector<Message>& messages, const std::string& prompt) {
+    for (const Message& message : messages)
+      for (const ToolCall& call : message.tool_calls)
+        if (call.arguments.is_string() && prompt.find(longest_word(call.arguments.get_ref<const std::string&>())) == std::string::npos)
+          throw bad_arguments(message, call, "leaves them out");
+  }
+  static Error bad_arguments(const Message& message, const ToolCall& call, std::string_view why_not) {
+    return Error(ErrorCode::kBadInput, fmt::format("message {}: the arguments of the call of {} are no JSON object, and the chat template {}",
+                                                   message.index, quote(call.name), why_not));
   }
 
   // One message as the template expects it.

@@ -46,7 +46,8 @@ std::unique_ptr<ChatWriter> make_built_in_writer(ChatFormat format);
 // under its three names, tools, documents (none), add_generation_prompt, bos_token, eos_token; also enable_thinking and
 // thinking, and options.template_variables. Templates differ in the form that they expect; the writer finds out with
 // small conversations of its own whether
-//   * arguments of tool calls are objects, or JSON as text;
+//   * arguments of tool calls are objects, or JSON as text. Text that is no JSON, which models write at times, is given as it
+//     is; where the template can not show that, write() throws Error(kBadInput);
 //   * content may be a list of parts, must be one, or must be a string.
 // Likewise it finds the turn markers that the template writes and the vocabulary lacks; they become ordinary text, with a
 // warning. A prompt's warnings name what a tool's schema says and the template leaves out.

@@ -205,6 +205,30 @@ TEST(ChatWriter, ToolCallsComeInTheFormThatTheTemplateExpects) {
   }
 }
 
+TEST(ChatWriter, ArgumentsThatAreNoJsonComeAsTheText) {
+  const auto tokenizer = small_tokenizer({"<s>"});
+  const std::string head = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}";
+  const std::string tail = "{% endfor %};{% endfor %}";
+  const auto calling = [](const std::string& arguments) {
+    return Json::array({{{"role", "user"}, {"content", "x"}},
+                        {{"role", "assistant"}, {"content", nullptr}, {"tool_calls", Json::array({{{"function", {{"name", "f"}, {"arguments", arguments}}}}})}}});
+  };
+  for (const std::string broken : {R"({"city": 'Paris})", "Paris", R"("Paris")", R"({"Paris": 1, "Paris": 2})", "<s>Paris"}) {
+    const Json messages = calling(broken);
+    EXPECT_EQ(written(*tokenizer, head + "{{ '(' + c.function.arguments + ')' }}" + tail, messages), "x;(" + broken + ");");
+    EXPECT_EQ(written(*tokenizer, head + "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}" + tail, messages),
+              broken == R"("Paris")" ? "x;Paris;" : "x;" + broken + ";");
+    // A template that can show an object only.
+    for (const char* only : {"{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
+                             "{% if c.function.arguments is mapping %}{{ c.function.arguments | tojson }}{% endif %}"}) {
+      const auto writer = make_template_writer("here", head + only + tail, *tokenizer);
+      const std::string refusal = error_of([&] { writer->write(messages, {}); });
+      for (const char* part : {"message 1", "'f'", "no JSON object"}) EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
+    }
+  }
+  EXPECT_EQ(written(*tokenizer, head + "{{ c.function.arguments | tojson }}" + tail, calling("{a")), "x;\"{a\";");
+}
+
 TEST(ChatWriter, ContentComesInTheFormThatTheTemplateExpects) {
   const auto tokenizer = small_tokenizer({"<s>"});
   const Json parts =
