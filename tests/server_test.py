@@ -525,6 +525,19 @@ class RequestTest(ServerTest):
         plain = self.chat([*HELLO, {"role": "assistant", "content": "No."}, *HELLO], max_tokens=1)["usage"]["prompt_tokens"]
         self.assertEqual(self.chat([*HELLO, {"role": "assistant", "content": None, "refusal": "No."}, *HELLO], max_tokens=1)["usage"]["prompt_tokens"], plain)
 
+    def test_arguments_that_are_no_json_are_read_all_the_same(self):
+        """A model has written them so, and a client sends back what it got."""
+        def tokens(arguments):
+            call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            return self.chat([*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
+                              {"role": "tool", "tool_call_id": "a", "content": "That was no JSON."}], max_tokens=1)["usage"]["prompt_tokens"]
+        self.assertEqual(tokens('{"city": Paris') - tokens("Paris"), len(r'{\"city\": '))    # as a JSON string, in a format that writes JSON
+        items = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{broken"}, {"type": "function_call_output", "call_id": "a", "output": "no"}]
+        self.assertEqual(self.server.post("/v1/responses", {"input": items, "max_output_tokens": 1})[0], 200)
+        for wrong in (5, [1], True):
+            self.refused("/v1/chat/completions", {"messages": [*HELLO, {"role": "assistant", "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "f", "arguments": wrong}}]}]}, "message 1", "arguments")
+
     def test_what_a_client_bans_is_no_fault_of_the_server(self):
         body = {"messages": HELLO, "max_tokens": 3, "logit_bias": {str(id): -100 for id in range(256)}}
         self.refused("/v1/chat/completions", body, "logit_bias")
@@ -721,8 +734,28 @@ class StructuredTest(ServerTest):
                 (tool({"type": "object", "properties": {"a": {"type": "string", "pattern": "(([a-z]*)*){0,99}"}}}, strict=True), "tools", "cannot be")):
             with self.subTest(body=str(body)[:120]):
                 self.refused(path, body, *words, param=param)
-        self.chat(**tool({"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+b"}}}, strict=True))
         self.chat(**tool({"type": "object", "not": {}}))          # not strict: any object
+
+    def test_repetitions_within_each_other_slow_their_own_reply_only(self):
+        """(a+)+b is obeyed; what it costs grows with what has come, and nobody else pays for it."""
+        tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+            "type": "object", "properties": {"a": {"type": "string", "pattern": "(a+)+b"}}, "required": ["a"], "additionalProperties": False}}}
+        called = self.chat(tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=300, seed=1)["choices"][0]["message"]["tool_calls"]
+        self.assertRegex(json.loads(called[0]["function"]["arguments"])["a"], r"\Aa+b\Z")
+        hostile = {"messages": HELLO, "max_tokens": 3000, "logit_bias": {"97": 100}, "stream": True}
+        connections = [self.server.send_post("/v1/chat/completions", hostile | {"response_format": {"type": "regex", "pattern": pattern}})
+                       for pattern in ("(a+)+b", "(a*)*b", "((a+)+)+b")]
+        wait_until(lambda: self.server.metrics()["requests_running"] == len(connections))
+        time.sleep(3)                                    # their masks take long now
+        begin = time.monotonic()
+        for _ in range(3):
+            self.chat(max_tokens=100, logit_bias={"249": -100, "250": -100})
+            self.chat(max_tokens=100, response_format={"type": "regex", "pattern": "[a-z]{100}"})
+        self.assertLess(time.monotonic() - begin, 30)
+        self.assertGreater(self.server.metrics()["requests_running"], 0)
+        for connection in connections:
+            connection.close()
+        self.wait_until_idle()
 
     def test_a_judge_of_forms_that_was_killed_is_replaced(self):
         def judges():
