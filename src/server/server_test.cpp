@@ -333,7 +333,9 @@ TEST_F(ServerTest, AnIdleConnectionMakesRoomForANewOne) {
   start(limits, {});
   const auto asks = [&](Client& client) {
     client.post("/tokenize", R"({"content": "ab"})", "keep-alive");
-    return status_of(client.read_until("\"count\":2}"));
+    const int status = status_of(client.read_until("\"count\":2}"));
+    EXPECT_TRUE(comes_true([&] { return server_->n_active() == 0; }));   // it is idle from now on
+    return status;
   };
   Client first(server_->port()), second(server_->port()), silent(server_->port());
   EXPECT_EQ(asks(first), 200);
