@@ -17,8 +17,8 @@ BERYL_HOST_DEVICE inline void move_column(RowsView to, RowsView from, const int3
   for (int first = 0; first < n_rows; first += kMovedAtOnce) {
     float held[kMovedAtOnce];
     for (int i = 0; i < kMovedAtOnce; ++i) {
-      const int row = first + i;
-      if (row < n_rows) held[i] = from.values[(rows == nullptr ? row : rows[row]) * from.stride];
+      const int row = first + i < n_rows ? first + i : n_rows - 1;
+      held[i] = from.values[(rows == nullptr ? row : rows[row]) * from.stride];
     }
     for (int i = 0; i < kMovedAtOnce; ++i)
       if (first + i < n_rows) to.values[(first + i) * to.stride] = held[i];

@@ -188,9 +188,8 @@ TEST_F(OutputSegments, ShareNoExchangeRows) {
   EXPECT_LT(*rest.rbegin(), layout.decode.exchange_floats);
   // What is read is what was written.
   for (const PlannedPhase& phase : layout.output_segments.front().phases) {
-    for (const PlannedRows* rows : {&phase.x, &phase.other, &phase.add, &phase.kv})
-      if (rows->exchange >= 0) EXPECT_TRUE(rest.contains(rows->exchange)) << "op " << phase.op;
-    if (phase.add_squares >= 0) EXPECT_TRUE(rest.contains(phase.add_squares)) << "op " << phase.op;
+    for (int64_t place : {phase.x.exchange, phase.other.exchange, phase.add.exchange, phase.kv.exchange, phase.add_squares})
+      EXPECT_TRUE(place < 0 || rest.contains(place)) << "op " << phase.op;
   }
 }
 
