@@ -248,7 +248,7 @@ void CudaExecutor::run_graph() {
   }
   check(cudaGraphLaunch(cached->graph.get(), stream_.get()), "running a step");
   if (!drops_rows()) return;
-  has_dropped_ = true;
+  has_dropped_ = true;                // as in a step that was not replayed
   n_tokens_ = n_outputs_;
 }
 
