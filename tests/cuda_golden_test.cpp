@@ -1,6 +1,6 @@
 // What: whole models on the GPU: the reference implementation's greedy ids (tests/golden) for several chunk sizes and cache
 //       types, decoded by replayed graphs; logits at every position as the golden README expects of bf16 arithmetic; and
-//       rows that do not change with the chunk.
+//       rows that do not change with the chunk, nor with which others leave.
 // How:  the golden folders; skipped where there is no GPU.
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,9 @@
 #include "cuda/cuda_backend.h"
 #include "engine/generate.h"
 #include "engine/trace.h"
+#include "engine/two_steps.h"
 #include "model/model.h"
+#include "ops/random_matrix.h"
 #include "weights/safetensors.h"
 
 namespace beryl {
@@ -118,9 +120,93 @@ TEST_P(CudaGolden, LogitsDoNotDependOnTheChunk) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, CudaGolden,
-                         testing::Values("gemma4_dense", "gemma4_dense_hd512", "gemma4_e2b", "gemma4_moe", "gemma3", "llama"),
-                         [](const auto& model) { return std::string(model.param); });
+// Rows that do not leave, which are dropped behind the last op that fills a cache (dropped_rows.h).
+class CudaOutputs : public CudaGolden {
+ protected:
+  // Sequences of so many random ids, and some more of each.
+  static test::TwoSteps steps_of(const std::vector<int>& n_first) {
+    RandomStream random(21);
+    const auto ids = [&](int n) {
+      std::vector<int32_t> some(static_cast<size_t>(n));
+      for (int32_t& id : some) id = random.below(256);
+      return some;
+    };
+    test::TwoSteps steps;
+    for (int n : n_first) steps.first.push_back(ids(n));
+    for (int n : {3, 1, 2}) steps.second.push_back(ids(n));
+    return steps;
+  }
+  StepLimits limits_of(const test::TwoSteps& steps, CacheType cache_type) const {
+    RunLimits run;
+    run.n_sequences = static_cast<int>(steps.first.size());
+    run.step_tokens = run.n_outputs = run.chunk_tokens = static_cast<int>(steps.all_rows().size());
+    run.context = run.chunk_tokens + 8;
+    run.cache_type = cache_type;
+    return limits_for(model_.program, run);
+  }
+  test::TwoLogits run(Backend& backend, const test::TwoSteps& steps, const std::vector<int32_t>& output_rows,
+                      CacheType cache_type = CacheType::kDefault, bool op_by_op = false) {
+    return test::run_two_steps(model_.program, backend, limits_of(steps, cache_type), steps, output_rows, op_by_op);
+  }
+  static float worst(const std::vector<float>& a, const std::vector<float>& b) {
+    float worst = 0;
+    for (size_t i = 0; i < a.size(); ++i) worst = std::max(worst, std::abs(a[i] - b[i]));
+    return worst;
+  }
+};
+
+// Up to 8 rows have the same bits in steps of any number of rows: replayed, in one launch, and op by op.
+TEST_P(CudaOutputs, OfFewRowsChangeNoBit) {
+  for (const std::vector<int>& n_first : {std::vector<int>{2, 1, 1}, {4, 3, 1}})
+    for (CacheType cache_type : {CacheType::kBf16, CacheType::kF32}) {
+      const test::TwoSteps steps = steps_of(n_first);
+      const std::vector<int32_t> all = steps.all_rows();
+      const test::TwoLogits expected = run(*backend_, steps, all, cache_type);
+      for (float value : expected.first) ASSERT_TRUE(std::isfinite(value));
+      for (const std::vector<int32_t>& some : {std::vector<int32_t>{}, {0}, {all.back()}, {1, 3}, {all.begin() + 1, all.end()}})
+        for (bool op_by_op : {false, true}) {
+          const test::TwoLogits logits = run(*backend_, steps, some, cache_type, op_by_op);
+          EXPECT_EQ(logits.first, test::rows_of(expected.first, some, model_.program.vocab)) << some.size() << " rows of " << all.size();
+          EXPECT_EQ(logits.second, expected.second) << "after " << some.size() << " rows of " << all.size();
+        }
+    }
+}
+
+// Rows that go on in smaller company have other kernels, which are no worse; what the caches hold is the same.
+TEST_P(CudaOutputs, OfManyRowsAreAsExact) {
+  const std::unique_ptr<Backend> reference = make_reference_backend(4);
+  for (const std::vector<int>& n_first : {std::vector<int>{50, 9, 1}, {150, 49, 1}}) {
+    const test::TwoSteps steps = steps_of(n_first);
+    const std::vector<int32_t> all = steps.all_rows();
+    const auto n = static_cast<int32_t>(all.size()), of_first = static_cast<int32_t>(n_first[0]);
+    const std::vector<float> exact = run(*reference, steps, all).first;
+    const test::TwoLogits expected = run(*backend_, steps, all);
+    float largest = 0;
+    for (float logit : exact) largest = std::max(largest, std::abs(logit));
+    const float error = worst(expected.first, exact);
+    RecordProperty("error of all " + std::to_string(n), std::to_string(error / largest));
+    std::vector<int32_t> scattered, runs;
+    for (int32_t row = 0; row < n; row += 2) scattered.push_back(row);
+    for (int32_t row = of_first / 3; row < n; ++row)
+      if (row < of_first || row > of_first + 4) runs.push_back(row);
+    const std::vector<std::vector<int32_t>> choices = {
+        {}, {0}, {n - 1}, {of_first - 1, n - 2, n - 1}, {3, 7, 8, 20, 26, 27, 28, 29, 30, of_first, n - 2}, scattered, runs};
+    for (const std::vector<int32_t>& some : choices) {
+      const test::TwoLogits logits = run(*backend_, steps, some);
+      const float dropped = worst(logits.first, test::rows_of(exact, some, model_.program.vocab));
+      EXPECT_LE(dropped, 2 * error + largest * 0x1p-8f) << some.size() << " rows of " << n;
+      RecordProperty("error of " + std::to_string(some.size()) + " of " + std::to_string(n), std::to_string(dropped / largest));
+      EXPECT_EQ(logits.second, expected.second) << "after " << some.size() << " rows of " << n;
+      const test::TwoLogits single = run(*backend_, steps, some, CacheType::kDefault, true);
+      EXPECT_EQ(single.first, logits.first) << some.size() << " rows of " << n << ", op by op";
+      EXPECT_EQ(single.second, logits.second) << "after " << some.size() << " rows of " << n << ", op by op";
+    }
+  }
+}
+
+constexpr const char* kModels[] = {"gemma4_dense", "gemma4_dense_hd512", "gemma4_e2b", "gemma4_moe", "gemma3", "llama"};
+INSTANTIATE_TEST_SUITE_P(Models, CudaOutputs, testing::ValuesIn(kModels), [](const auto& model) { return std::string(model.param); });
+INSTANTIATE_TEST_SUITE_P(Models, CudaGolden, testing::ValuesIn(kModels), [](const auto& model) { return std::string(model.param); });
 
 }  // namespace
 }  // namespace beryl

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "base/float_formats.h"
+#include "cuda/dropped_rows.h"
 #include "cuda/index_math.h"
 #include "ops/host_executor.h"
 
@@ -53,6 +54,8 @@ void CudaExecutor::set_input(const StepInput& step) {
   place(layout_.positions_at, step.positions);
   place(layout_.sequences_at, step.sequences);
   place(layout_.output_rows_at, step.output_rows);
+  place_outputs(step, reinterpret_cast<int32_t*>(staging + layout_.output_positions_at),
+                reinterpret_cast<int32_t*>(staging + layout_.output_sequences_at));
   if (static_cast<int64_t>(step.page_copies.size()) > layout_.max_copies)
     throw Error(ErrorCode::kBadInput, fmt::format("step input: {} page copies, at most {} expected", step.page_copies.size(),
                                                   layout_.max_copies));
@@ -121,8 +124,10 @@ void CudaExecutor::set_input(const StepInput& step) {
           "sending a page table");
   }
 
-  n_tokens_ = step.n_tokens();
+  n_tokens_ = n_input_tokens_ = step.n_tokens();
   n_outputs_ = step.n_outputs();
+  has_dropped_ = false;
+  outputs_are_runs_ = drops_rows() && outputs_are_runs(step);
   n_copies_ = static_cast<int64_t>(step.page_copies.size());
   has_sampling_ = !step.sampling.empty();
   last_position_ = *std::max_element(step.positions.begin(), step.positions.end());
@@ -146,7 +151,8 @@ void CudaExecutor::run(OpRange range) {
   close_pages();
   const size_t end = std::min(range.end, program_.ops.size()), begin = std::min(range.begin, end);
   bucket_position_ = bucket_position(last_position_);
-  if (begin == 0 && end == program_.ops.size() && n_tokens_ <= kGraphRows && n_copies_ == 0)
+  bring_rows_back(begin);
+  if (begin == 0 && end == program_.ops.size() && n_input_tokens_ <= kGraphRows && n_copies_ == 0)
     run_graph();
   else
     execute_range(begin, end);
@@ -162,14 +168,42 @@ void CudaExecutor::run(OpRange range) {
   }
 }
 
+void CudaExecutor::drop_rows(size_t index) {
+  if (has_dropped_ || !drops_rows() || index != layout_.output_part->begin) return;
+  has_dropped_ = true;
+  n_tokens_ = n_outputs_;
+  if (n_outputs_ == 0) return;
+  const std::vector<int>& slots = layout_.output_part->slots;
+  for (size_t first = 0; first < slots.size(); first += kMaxMovedSlots) {
+    MoveRowsArgs args = {};
+    for (size_t i = first; i < std::min(first + kMaxMovedSlots, slots.size()); ++i) {
+      const Rows rows = {slots[i], 0, program_.rows[static_cast<size_t>(slots[i])].cols};
+      args.slots[args.n_slots++] = {view(rows), view(rows), rows.cols};
+    }
+    args.rows = input<int32_t>(layout_.output_rows_at);
+    args.n_rows = static_cast<int>(n_outputs_);
+    launch_move_rows(context_, args);
+  }
+  turn_ropes();
+}
+
+void CudaExecutor::bring_rows_back(size_t begin) {
+  if (!has_dropped_ || begin >= layout_.output_part->begin) return;
+  has_dropped_ = false;
+  n_tokens_ = n_input_tokens_;
+  turn_ropes();
+}
+
+void CudaExecutor::execute_op(size_t index) {
+  if (has_dropped_ && n_tokens_ == 0) return;
+  std::visit([this](const auto& op) { execute(op); }, program_.ops[index]);
+}
+
 void CudaExecutor::execute_range(size_t begin, size_t end) {
-  const std::vector<DecodeSegment>& segments = layout_.decode.segments;
-  size_t next = 0;
   for (size_t i = begin; i < end;) {
-    while (next < segments.size() && segments[next].begin < static_cast<int>(i)) ++next;
-    if (next < segments.size() && segments[next].begin == static_cast<int>(i) && segments[next].end <= static_cast<int>(end) &&
-        run_decode(segments[next], decode_segments_[next])) {
-      i = static_cast<size_t>(segments[next].end);
+    drop_rows(i);
+    if (const DecodeRun found = decode_run(i, end); found.segment != nullptr && run_decode(*found.segment, *found.list)) {
+      i = static_cast<size_t>(found.segment->end);
       continue;
     }
     const auto* sample = std::get_if<Sample>(&program_.ops[i]);
@@ -177,15 +211,14 @@ void CudaExecutor::execute_range(size_t begin, size_t end) {
       i += 2;
       continue;
     }
-    std::visit([this](const auto& op) { execute(op); }, program_.ops[i]);
-    ++i;
+    execute_op(i++);
   }
 }
 
 // A step whose shape was seen before is captured; one that is new runs op by op, so that shapes that never return cost no
 // capture. Both launch the same kernels.
 void CudaExecutor::run_graph() {
-  const GraphKey key = {n_tokens_, n_outputs_, bucket_position_, has_sampling_, features_};
+  const GraphKey key = {n_input_tokens_, n_outputs_, bucket_position_, has_sampling_, features_};
   auto cached = std::find_if(graphs_.begin(), graphs_.end(), [&](const CachedGraph& graph) { return graph.key == key; });
   if (cached == graphs_.end()) {
     if (graphs_.size() >= kMaxGraphs)
@@ -214,6 +247,9 @@ void CudaExecutor::run_graph() {
     cached->graph.reset(executable);
   }
   check(cudaGraphLaunch(cached->graph.get(), stream_.get()), "running a step");
+  if (!drops_rows()) return;
+  has_dropped_ = true;                // as in a step that was not replayed
+  n_tokens_ = n_outputs_;
 }
 
 void CudaExecutor::synchronize() {

@@ -74,8 +74,15 @@ class CudaExecutor final : public Executor {
   void execute(const Sample& op);
   void execute(const Advance& op);
   void execute(const CopyPages& op);
+  void execute_op(size_t index);
   void execute_range(size_t begin, size_t end);
   void run_graph();
+  // Whether this input has rows that are dropped at output_part.
+  bool drops_rows() const { return layout_.output_part && n_outputs_ < n_input_tokens_; }
+  // Before op `index`: drops them there.
+  void drop_rows(size_t index);
+  // Before ops from `begin` on: a list that is run again from before that place has all rows again.
+  void bring_rows_back(size_t begin);
 
   void linear_of_planes(const Linear& op, int64_t n_rows);
   // By batch_linear.h, or prefill_linear.h.
@@ -94,6 +101,12 @@ class CudaExecutor final : public Executor {
     int index = 0;                    // of its flags
     std::vector<DecodeCut> cuts;      // by the number of rows
   };
+  struct DecodeRun {
+    const DecodeSegment* segment;     // null: none
+    const DecodeList* list;
+  };
+  // The segment that begins at op `begin`, ends by `end` and suits the rows that are there.
+  DecodeRun decode_run(size_t begin, size_t end) const;
   PhaseRows phase_rows(const PlannedRows& planned, int64_t col) const;
   LinearPhase linear_phase(const PlannedPhase& planned, int index) const;
   AttentionPhase attention_phase(const PlannedPhase& planned, int index) const;
@@ -114,6 +127,9 @@ class CudaExecutor final : public Executor {
   size_t index_of(const void* op) const;
   CacheView cache_view(int cache) const;
   TokenView token_view(int cache) const;
+  // Of the rows that are there.
+  const int32_t* positions() const { return input<int32_t>(has_dropped_ ? layout_.output_positions_at : layout_.positions_at); }
+  const int32_t* sequences() const { return input<int32_t>(has_dropped_ ? layout_.output_sequences_at : layout_.sequences_at); }
   SampleArgs sample_args(RowsView logits) const;
   TurnRopesArgs ropes_args() const;
   AdvanceArgs advance_args() const;
@@ -137,8 +153,11 @@ class CudaExecutor final : public Executor {
   const PinnedPtr sampled_host_;
 
   // Of the current input.
-  int64_t n_tokens_ = 0;
+  int64_t n_input_tokens_ = 0;
+  int64_t n_tokens_ = 0;              // rows that are there: all, or the outputs
   int64_t n_outputs_ = 0;
+  bool has_dropped_ = false;
+  bool outputs_are_runs_ = false;     // dropped_rows.h
   int last_position_ = 0;
   int64_t n_copies_ = 0;
   bool has_sampling_ = false;
@@ -147,7 +166,7 @@ class CudaExecutor final : public Executor {
   SampleFeatures features_;
   int bucket_position_ = 0;           // for grids, while ops are launched
 
-  std::vector<DecodeList> decode_segments_, decode_single_;
+  std::vector<DecodeList> decode_segments_, output_segments_, decode_single_;
   int n_decode_lists_ = 0;
   bool takes_times_ = false;          // the decode kernel writes its timeline
   bool skips_products_ = false;       // and DecodeArgs::skips_products

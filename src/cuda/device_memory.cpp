@@ -2,6 +2,7 @@
 #include "cuda/device_memory.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -190,6 +191,8 @@ class LayoutBuilder {
     layout_.positions_at = place(int64_t{limits_.max_tokens} * 4);
     layout_.sequences_at = place(int64_t{limits_.max_tokens} * 4);
     layout_.output_rows_at = place(int64_t{limits_.max_outputs} * 4);
+    layout_.output_positions_at = place(int64_t{limits_.max_outputs} * 4);
+    layout_.output_sequences_at = place(int64_t{limits_.max_outputs} * 4);
     layout_.sampling_at = place(int64_t{limits_.max_outputs} * static_cast<int64_t>(sizeof(DeviceSampling)));
     for (int n_pages : limits_.n_pages) layout_.max_copies += n_pages;
     layout_.copies_at = place(layout_.max_copies * 12);
@@ -315,19 +318,43 @@ class LayoutBuilder {
     return true;
   }
 
+  // What is planned from output_part on as if nothing was before it. A step of one row drops none, or all.
+  void lay_output_segments() {
+    if (!layout_.output_part || limits_.max_tokens == 1) return;
+    Program rest = program_;
+    std::fill_n(rest.ops.begin(), layout_.output_part->begin, Op(CopyPages{}));
+    DecodePlan plan = plan_decode(rest, layout_, true);
+    const int64_t before = layout_.decode.exchange_floats;
+    const auto move = [&](int64_t& place) {
+      if (place >= 0) place += before;
+    };
+    for (DecodeSegment& segment : plan.segments)
+      for (PlannedPhase& phase : segment.phases) {
+        for (PlannedRows* rows : {&phase.x, &phase.y, &phase.other, &phase.add, &phase.kv}) move(rows->exchange);
+        move(phase.squares);
+        move(phase.add_squares);
+      }
+    layout_.output_segments = std::move(plan.segments);
+    if (!layout_.output_segments.empty()) layout_.decode.exchange_floats += plan.exchange_floats;
+  }
+
   void lay_decode() {
+    layout_.output_part = output_part(program_);
     layout_.decode = plan_decode(program_, layout_, device_.whole_steps);
+    if (device_.whole_steps) lay_output_segments();
     const DecodePlan& plan = layout_.decode;
-    if (plan.n_phases() == 0) return;
+    const int n_phases = layout_.n_decode_phases();
+    if (n_phases == 0) return;
     const int64_t rows = std::min(limits_.max_tokens, kDecodeRows);
-    const auto lists = static_cast<int64_t>(plan.segments.size() + plan.single.size());
-    layout_.decode_phases = add(MemoryKind::kInputs, "decode phases", plan.n_phases() * static_cast<int64_t>(sizeof(DecodePhase)));
-    layout_.decode_streams = add(MemoryKind::kInputs, "decode streams", plan.n_phases() * static_cast<int64_t>(sizeof(WeightStream)));
+    const auto lists = static_cast<int64_t>(plan.segments.size() + layout_.output_segments.size() + plan.single.size());
+    layout_.decode_phases = add(MemoryKind::kInputs, "decode phases", n_phases * static_cast<int64_t>(sizeof(DecodePhase)));
+    layout_.decode_streams = add(MemoryKind::kInputs, "decode streams", n_phases * static_cast<int64_t>(sizeof(WeightStream)));
     if (device_.programmatic)
       layout_.decode_maps = add(MemoryKind::kInputs, "decode tensor maps", static_cast<int64_t>(program_.caches.size()) * 2 * kTensorMapBytes);
     layout_.decode_flags = add(MemoryKind::kActivations, "decode flags", lists * kDecodeFlagWords * 4);
     size_t longest = 0;
-    for (const DecodeSegment& segment : plan.segments) longest = std::max(longest, segment.phases.size());
+    for (const std::vector<DecodeSegment>* list : {&plan.segments, &std::as_const(layout_.output_segments)})
+      for (const DecodeSegment& segment : *list) longest = std::max(longest, segment.phases.size());
     const auto scratch = [&](const char* label, int64_t bytes) { return bytes > 0 ? add(MemoryKind::kActivations, label, bytes) : -1; };
     layout_.decode_timeline = scratch("decode timeline", static_cast<int64_t>(longest) * device_.matvec.n_sms * kDecodeStamps * 8);
     layout_.decode_exchange = scratch("exchange rows", rows * plan.exchange_floats * 4);
@@ -344,6 +371,12 @@ class LayoutBuilder {
 };
 
 }  // namespace
+
+int MemoryLayout::n_decode_phases() const {
+  int n = decode.n_phases();
+  for (const DecodeSegment& segment : output_segments) n += static_cast<int>(segment.phases.size()) + 1;
+  return n;
+}
 
 bool takes_batch(const Program& program, const MemoryLayout& layout, const Linear& op) {
   const std::vector<MatrixPiece>& pieces = layout.matrices[static_cast<size_t>(op.weight.index)].pieces;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,7 @@ struct MemoryLayout {
   // Inputs of a step, one buffer: what changes with every step comes first and is sent in one copy.
   int inputs = -1;
   int64_t ids_at = 0, positions_at = 0, sequences_at = 0, output_rows_at = 0, sampling_at = 0, copies_at = 0;
+  int64_t output_positions_at = 0, output_sequences_at = 0;   // of the rows that leave
   int64_t step_bytes = 0;                       // of the part above
   int64_t bias_ids_at = 0, bias_values_at = 0, masks_at = 0;
   int64_t input_bytes = 0;
@@ -86,7 +88,13 @@ struct MemoryLayout {
   int max_splits = 0, partial_tokens = 0;
   int sample_values = -1, sample_scratch = -1, sampled = -1;
 
+  // Where rows that do not leave are dropped (dropped_rows.h); begin and slots.
+  std::optional<OutputPart> output_part;
   DecodePlan decode;
+  // The ops from output_part on as launches for the rows that are left there, in the order of ops. The exchange rows have places of their
+  // own, behind those of `decode`, which counts them in exchange_floats.
+  std::vector<DecodeSegment> output_segments;
+  int n_decode_phases() const;      // of all lists, with their ends
   int decode_maps = -1;             // [caches][keys, values] tensor maps (tensor_map.h), where the device has programmatic launches
   int decode_phases = -1, decode_streams = -1, decode_flags = -1, decode_timeline = -1;
   int decode_exchange = -1, decode_residual = -1, decode_partials = -1, decode_states = -1;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/cuda_executor.h"
+#include "cuda/dropped_rows.h"
 #include "cuda/index_math.h"
 #include "cuda/prefill_attention.h"
 
@@ -77,7 +78,7 @@ CacheView CudaExecutor::cache_view(int cache) const {
 
 TokenView CudaExecutor::token_view(int cache) const {
   const auto group = static_cast<size_t>(program_.caches[static_cast<size_t>(cache)].group);
-  return {input<int32_t>(layout_.positions_at), input<int32_t>(layout_.sequences_at),
+  return {positions(), sequences(),
           buffers_.as<int32_t>(layout_.tables[group]), limits_.n_entries[group]};
 }
 
@@ -235,7 +236,8 @@ void CudaExecutor::execute(const Attention& op) {
   args.scale = op.scale;
   args.softcap = op.softcap;
   args.n_tokens = static_cast<int>(n_tokens_);
-  if (n_tokens_ > kSplitTokens) {
+  // Forms for many rows take each sequence's rows for neighbours.
+  if (n_tokens_ > kSplitTokens && (!has_dropped_ || outputs_are_runs_)) {
     auto* widened = buffers_.as<void>(layout_.widened);
     if (device_.prefill_products && takes_prefill_attention(args, widened)) launch_prefill_attention(context_, args, widened);
     else launch_attention_whole(context_, args);
@@ -299,6 +301,13 @@ void CudaExecutor::execute(const Experts& op) {
 
 void CudaExecutor::execute(const GatherRows& op) {
   if (n_outputs_ == 0) return;
+  if (has_dropped_) {                 // they lie one behind the other already
+    MoveRowsArgs args = {};
+    args.slots[args.n_slots++] = {view(op.out), view(op.x), op.x.cols};
+    args.n_rows = static_cast<int>(n_outputs_);
+    launch_move_rows(context_, args);
+    return;
+  }
   launch_gather_rows(context_, {view(op.x), view(op.out), input<int32_t>(layout_.output_rows_at), op.x.cols}, n_outputs_);
 }
 
@@ -339,7 +348,7 @@ void CudaExecutor::execute(const Sample& op) {
 
 TurnRopesArgs CudaExecutor::ropes_args() const {
   TurnRopesArgs args = {};
-  args.positions = input<int32_t>(layout_.positions_at);
+  args.positions = positions();
   args.n_ropes = static_cast<int>(program_.ropes.size());
   for (size_t i = 0; i < program_.ropes.size(); ++i) {
     args.frequencies[i] = buffers_.as<double>(layout_.frequencies[i]);

@@ -219,8 +219,9 @@ void CudaExecutor::send_decode_phases() {
     }
   };
   add(layout_.decode.segments, decode_segments_);
+  add(layout_.output_segments, output_segments_);
   add(layout_.decode.single, decode_single_);
-  BERYL_CHECK(static_cast<int>(phases.size()) == layout_.decode.n_phases(), "as many phases as were planned");
+  BERYL_CHECK(static_cast<int>(phases.size()) == layout_.n_decode_phases(), "as many phases as were planned");
   if (phases.empty()) return;
   send_cache_maps();
   check(cudaMemcpy(buffers_.as<DecodePhase>(layout_.decode_phases), phases.data(), phases.size() * sizeof(phases[0]), cudaMemcpyHostToDevice),
@@ -233,6 +234,18 @@ void CudaExecutor::send_decode_phases() {
     check(cudaMemset(buffers_.as<float>(layout_.decode_partials), 0xff, static_cast<size_t>(2 * rows * layout_.decode.partial_floats * 4)), "clearing sums");
     check(cudaMemset(buffers_.as<float2>(layout_.decode_states), 0xff, static_cast<size_t>(2 * rows * layout_.decode.partial_states * 8)), "clearing sums");
   }
+}
+
+CudaExecutor::DecodeRun CudaExecutor::decode_run(size_t begin, size_t end) const {
+  const std::vector<DecodeSegment>& segments = has_dropped_ ? layout_.output_segments : layout_.decode.segments;
+  const auto found = std::lower_bound(segments.begin(), segments.end(), static_cast<int>(begin),
+                                      [](const DecodeSegment& segment, int op) { return segment.begin < op; });
+  if (found == segments.end() || found->begin != static_cast<int>(begin) || found->end > static_cast<int>(end)) return {};
+  // One launch has the same rows throughout.
+  if (!has_dropped_ && drops_rows() && begin < layout_.output_part->begin && found->end > static_cast<int>(layout_.output_part->begin))
+    return {};
+  const std::vector<DecodeList>& lists = has_dropped_ ? output_segments_ : decode_segments_;
+  return {&*found, &lists[static_cast<size_t>(found - segments.begin())]};
 }
 
 bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& list) {
@@ -249,8 +262,8 @@ bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& li
   args.phases = buffers_.as<DecodePhase>(layout_.decode_phases) + list.phases_at;
   args.streams = buffers_.as<WeightStream>(layout_.decode_streams) + list.streams_at;
   args.n_rows = static_cast<int32_t>(rows);
-  args.positions = input<int32_t>(layout_.positions_at);
-  args.sequences = input<int32_t>(layout_.sequences_at);
+  args.positions = positions();
+  args.sequences = sequences();
   args.residual = buffers_.as<float>(layout_.decode_residual);
   args.residual_cols = layout_.decode.residual_cols;
   if (segment.changes_residual) args.residual_out = buffers_.as<float>(layout_.rows[static_cast<size_t>(program_.residual_slot)]);
@@ -296,19 +309,20 @@ std::vector<StepPart> CudaExecutor::time_parts(size_t end) {
     check(cudaEventElapsedTime(&milliseconds, before.get(), after.get()), "taking the time");
     return double{milliseconds} * 1e3;
   };
-  const std::vector<DecodeSegment>& segments = layout_.decode.segments;
-  for (size_t op = 0, next = 0; op < end;) {
-    while (next < segments.size() && segments[next].begin < static_cast<int>(op)) ++next;
-    if (next < segments.size() && segments[next].begin == static_cast<int>(op) && segments[next].end <= static_cast<int>(end)) {
+  bring_rows_back(0);
+  for (size_t op = 0; op < end;) {
+    double dropping = 0;                // part of the op that it comes before
+    if (drops_rows() && op == layout_.output_part->begin) dropping = timed([&] { drop_rows(op); });
+    if (const DecodeRun found = decode_run(op, end); found.segment != nullptr) {
       bool runs = false;
-      const double microseconds = timed([&] { runs = run_decode(segments[next], decode_segments_[next]); });
+      const double microseconds = timed([&] { runs = run_decode(*found.segment, *found.list); });
       if (runs) {
-        add_decode_parts(segments[next], microseconds, parts);
-        op = static_cast<size_t>(segments[next].end);
+        add_decode_parts(*found.segment, dropping + microseconds, parts);
+        op = static_cast<size_t>(found.segment->end);
         continue;
       }
     }
-    parts.push_back({op, op + 1, timed([&] { std::visit([this](const auto& one) { execute(one); }, program_.ops[op]); }), 0});
+    parts.push_back({op, op + 1, dropping + timed([&] { execute_op(op); }), 0});
     ++op;
   }
   return parts;

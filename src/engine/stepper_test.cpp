@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "engine/golden_engine.h"
-#include "engine/page_table.h"
+#include "engine/two_steps.h"
 
 namespace beryl {
 namespace {
@@ -64,55 +64,19 @@ TEST_P(StepperTest, NeighboursDoNotChangeARowsBits) {
 
 // Rows that do not leave through the head, which the last ops may drop.
 TEST_P(StepperTest, WhichRowsLeaveChangesNoBit) {
-  const std::vector<std::vector<int32_t>> ids = {random_ids(70, 14), random_ids(9, 15), random_ids(1, 16)};
-  const std::vector<std::vector<int32_t>> later = {random_ids(3, 17), random_ids(1, 18), random_ids(2, 19)};
-  const RunLimits run = run_limits(80, 80, 3);
-  const StepLimits limits = limits_for(model_.program, run);
-  const int slot = logits_slot(model_.program);
-  const auto vocab = static_cast<size_t>(model_.program.vocab);
-  // The logits of rows of a first step, and of all rows of one after it.
-  const auto run_steps = [&](const std::vector<int32_t>& output_rows, bool op_by_op) {
-    PageTables pages(limits);
-    const std::unique_ptr<Executor> executor = backend_->prepare(model_.program, limits);
-    std::vector<int64_t> lengths(ids.size());
-    std::vector<float> logits;
-    for (const auto* all : {&ids, &later}) {
-      StepInput input;
-      for (size_t s = 0; s < all->size(); ++s) {
-        EXPECT_TRUE(pages.reserve(static_cast<int>(s), lengths[s] + static_cast<int64_t>((*all)[s].size())));
-        for (int32_t id : (*all)[s]) {
-          if (all == &later) input.output_rows.push_back(static_cast<int32_t>(input.ids.size()));
-          input.ids.push_back(id);
-          input.positions.push_back(static_cast<int32_t>(lengths[s]++));
-          input.sequences.push_back(static_cast<int32_t>(s));
-        }
-      }
-      if (all == &ids) input.output_rows = output_rows;
-      input.tables = pages.tables();
-      executor->set_input(input);
-      for (int n = 0; n < 2; ++n) {   // a step may be run again: it appends the same
-        if (!op_by_op) executor->run();
-        for (size_t i = 0; op_by_op && i < model_.program.ops.size(); ++i) executor->run({i, i + 1});
-      }
-      const size_t old_size = logits.size();
-      logits.resize(old_size + input.output_rows.size() * vocab);
-      executor->read_rows(slot, 0, input.n_outputs(), logits.data() + old_size);
-    }
-    EXPECT_TRUE(executor->damaged_guards().empty());
-    return logits;
+  const test::TwoSteps steps = {{random_ids(70, 14), random_ids(9, 15), random_ids(1, 16)},
+                                {random_ids(3, 17), random_ids(1, 18), random_ids(2, 19)}};
+  const StepLimits limits = limits_for(model_.program, run_limits(80, 80, 3));
+  const auto run = [&](const std::vector<int32_t>& output_rows, bool op_by_op) {
+    return test::run_two_steps(model_.program, *backend_, limits, steps, output_rows, op_by_op);
   };
-  std::vector<int32_t> all_rows(80);
-  for (size_t i = 0; i < all_rows.size(); ++i) all_rows[i] = static_cast<int32_t>(i);
-  const std::vector<float> expected = run_steps(all_rows, false);
-  for (float value : expected) ASSERT_TRUE(std::isfinite(value));
+  const test::TwoLogits expected = run(steps.all_rows(), false);
+  for (float value : expected.first) ASSERT_TRUE(std::isfinite(value));
   for (const std::vector<int32_t>& some : {std::vector<int32_t>{}, {79}, {69, 78, 79}, {0}, {3, 7, 8, 20, 66, 67, 68, 69, 70, 72, 78}})
     for (bool op_by_op : {false, true}) {
-      std::vector<float> chosen;
-      for (int32_t row : some)
-        chosen.insert(chosen.end(), expected.begin() + static_cast<int64_t>(static_cast<size_t>(row) * vocab),
-                      expected.begin() + static_cast<int64_t>((static_cast<size_t>(row) + 1) * vocab));
-      chosen.insert(chosen.end(), expected.begin() + static_cast<int64_t>(80 * vocab), expected.end());
-      EXPECT_TRUE(same_bits(run_steps(some, op_by_op), chosen)) << some.size() << " rows of 80";
+      const test::TwoLogits logits = run(some, op_by_op);
+      EXPECT_TRUE(same_bits(logits.first, test::rows_of(expected.first, some, model_.program.vocab))) << some.size() << " rows of 80";
+      EXPECT_TRUE(same_bits(logits.second, expected.second)) << "after " << some.size() << " rows of 80";
     }
 }
 
