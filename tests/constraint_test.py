@@ -74,6 +74,12 @@ class WalkCase(unittest.TestCase):
         self.assertGreater(len(texts), 0, text)
         return texts
 
+    def feed(self, kind, text, feed, n, **options):
+        """How many tokens of these bytes, again and again, were allowed, and the processor time of the first half of n and of all."""
+        answer = self.walker(kind, text, n=n, feed=feed, **options)
+        self.assertNotIn("error", answer, text)
+        return answer["fed"], answer["half_ms"], answer["ms"]
+
     def assert_refused(self, kind, text, *parts, code="unsupported"):
         answer = self.walker(kind, text)
         self.assertIn("error", answer, text)
@@ -219,23 +225,40 @@ class RegexTest(WalkCase):
                     self.assertTrue(re.fullmatch(python, text, re.A), (regex, text))
 
     def test_random_expressions(self):
+        """What is written matches, and what matches may be written."""
         random = __import__("random").Random(7)
 
         def make(depth):
+            """An expression, and how to make a text of it."""
             kind = random.randrange(9 if depth else 4)
             if kind < 3:
-                return random.choice(["a", "b", "x", "\\.", "\\d", "\\w", "[a-c]", "[^a]", ".", "\\n", "\"", "\\\\", "é", "[\\d_-]", " "])
+                regex, characters = random.choice([("a", "a"), ("b", "b"), ("x", "x"), ("\\.", "."), ("\\d", "07"), ("\\w", "Z_3"), ("[a-c]", "abc"), ("[^a]", "b\"\n\x01é🙂"), (".", "a.0é\u0800🙂"),
+                                                   ("\\n", "\n"), ("\"", "\""), ("\\\\", "\\"), ("é", "é"), ("[\\d_-]", "-_9"), (" ", " ")])
+                return regex, lambda: random.choice(characters)
             if kind == 3:
-                return ""
-            if kind == 4:
-                return "(" + make(depth - 1) + "|" + make(depth - 1) + ")"
-            if kind in (5, 6):
-                return make(depth - 1) + make(depth - 1)
+                return "", lambda: ""
+            if kind in (4, 5, 6):
+                (a, text_of_a), (b, text_of_b) = make(depth - 1), make(depth - 1)
+                return (f"({a}|{b})", lambda: random.choice((text_of_a, text_of_b))()) if kind == 4 else (a + b, lambda: text_of_a() + text_of_b())
             # (Some counts within counts are refused: those are rare, and skipped.)
-            return "(" + make(depth - 1) + ")" + random.choice(["*", "+", "?", "{2}", "{1,3}", "{0,2}", "{2,}", "{0}", "??", "*?"])
-        for i in range(150):
-            regex = make(4)
+            a, text_of_a = make(depth - 1)
+            quantifier, least, most = random.choice([("*", 0, 3), ("+", 1, 3), ("?", 0, 1), ("{2}", 2, 2), ("{1,3}", 1, 3), ("{0,2}", 0, 2), ("{2,}", 2, 4), ("{0}", 0, 0), ("??", 0, 1), ("*?", 0, 3),
+                                                     ("{3,}", 3, 5), ("{0,}", 0, 2)])
+            return f"({a}){quantifier}", lambda: "".join(text_of_a() for _ in range(random.randint(least, most)))
+        for i in range(300):
+            regex, text_of = make(4)
             with self.subTest(regex=regex):
+                if "error" not in self.walker("regex", regex, n=0):
+                    for _ in range(6):
+                        text = text_of()
+                        self.assertTrue(re.fullmatch(regex, text, re.A), (regex, text))
+                        n = len(text.encode())
+                        self.assertEqual(self.feed("regex", regex, text + "\0", n)[0], n, (regex, text))
+                        # Counted characters of a JSON string are those that need no escape.
+                        if not ("{" in regex and re.search(r'["\\\x00-\x1f]', text)):
+                            string = json.dumps(text, ensure_ascii=False)
+                            n = len(string.encode())
+                            self.assertEqual(self.feed("schema", {"type": "string", "pattern": f"^{regex}$"}, string, n)[0], n, (regex, text))
                 answers = self.walker("regex", regex, n=4, seed=i, most=60), self.walker("schema", {"type": "string", "pattern": f"^{regex}$"}, n=4, seed=i, most=60)
                 for kind, answer in enumerate(answers):
                     if "a count of" in answer.get("error", ""):
@@ -246,6 +269,21 @@ class RegexTest(WalkCase):
                             text = bytes.fromhex(reply["hex"]).decode()
                             text = json.loads(text) if kind else text
                             self.assertTrue(re.fullmatch(regex, text, re.A), (regex, text))
+
+    def test_time_is_linear(self):
+        """However repetitions lie within and beside each other: a token costs what the first ones did."""
+        for regex, feed in (("(a+)+b", "a"), ("a*a*a*b", "a"), ("((ab)+c?)+d", "ab"), ("(a*b*)*c", "ab"), ("(a+b?)+c", "ab"), ("(a|a)*b", "a"), ("(a|b|ab)*c", "ab"), ("(a|aa)+b", "a"), ("(a?)*b", "a"),
+                            ("(a{1,5})+b", "a"), ("(a{2,})*b", "a"), ("(a+){1,50}b", "a"), ("((a+)+)+b", "a"), ("((a?b?)*c?)*d", "abc"), ("(\\w+\\s?)+", "ab "), ("([a-z]+,)*[a-z]+", "ab,"), ("(.*a.*b)*c", "ab"),
+                            ("([a-z]{1,200}a*)*X", "a"), ("(a{200,}b*)*c", "a"), ("[^,]*,x", "a"), ("(a*)*b", "a")):
+            for kind, text, before in (("regex", regex, ""), ("schema", {"type": "string", "pattern": regex}, '"')):
+                with self.subTest(kind=kind, regex=regex):
+                    self.assertLess(self.feed(kind, text, before + feed * 400, 400)[2], 120)     # else what follows would take minutes
+                    is_linear = lambda fed, half, ms: ms < 2.8 * half + 0.3
+                    tries = [self.feed(kind, text, before + feed * 4000, 4000)]
+                    while len(tries) < 5 and not is_linear(*tries[-1]):
+                        tries.append(self.feed(kind, text, before + feed * 4000, 4000))
+                    self.assertEqual(tries[0][0], 4000)
+                    self.assertTrue(is_linear(*tries[-1]), tries)
 
     def test_what_is_no_regular_language_or_too_large_is_refused(self):
         for regex, *parts in [("(a)\\1", "byte 3"), ("a\\b", "escape"), ("(?=a)", "byte 0"), ("(?<!a)b", "byte 0"), ("(?i)a", "byte 0"), ("a$b", "'$'"), ("a^b", "'^'"), ("(^a)", "'^'"),
@@ -267,14 +305,14 @@ class RegexTest(WalkCase):
     def test_what_can_be_read_in_too_many_ways_is_refused(self):
         walker = Walker(GEMMA4_VOCABULARY)
         self.addCleanup(walker.close)
-        for kind, text in (("regex", ".?" * 20), ("regex", "(" + "|".join(f".*{letter}" for letter in "abcdefghijklmnopqrst") + ")*"), ("regex", "(\\w*\\s*)*" * 5),
-                           ("regex", "[a-z]*" * 60), ("schema", {"anyOf": [{"type": "string", "pattern": f".*a{i}.*b.*"} for i in range(60)]})):
+        for kind, text in (("regex", ".?" * 20), ("regex", "[a-z]*" * 200),
+                           ("schema", {"anyOf": [{"type": "string", "pattern": f".*a{i}.*b.*"} for i in range(60)]}), ("regex", ".*" * 60), ("regex", "([^a]?b*)*" * 30)):
             with self.subTest(text=str(text)[:60]):
                 answer = walker(kind, text, n=1, most=10)
                 self.assertEqual(answer.get("code"), "unsupported", answer)
                 self.assertIn("too many ways", answer["error"])
         # Many of these are not read in many ways.
-        for kind, text in (("regex", "[^,]*," * 60), ("regex", "(a+)+b"), ("regex", "(yes|no|maybe)( and (yes|no|maybe)){0,9}"), ("regex", ".*"), ("regex", "(" + "|".join(f"word{i}" for i in range(300)) + ")"),
+        for kind, text in (("regex", "[^,]*," * 60), ("regex", "(a+)+b"), ("regex", "(\\w*\\s*)*"), ("regex", "(yes|no|maybe)( and (yes|no|maybe)){0,9}"), ("regex", ".*"), ("regex", "(" + "|".join(f"word{i}" for i in range(300)) + ")"),
                            ("schema", {"type": "object", "properties": {f"key{i}": {"type": ["string", "null"], "maxLength": 50} for i in range(100)}}), ("json", ""),
                            ("schema", {"anyOf": [{"type": "string", "enum": [f"one {i}"]} for i in range(60)]})):
             with self.subTest(text=str(text)[:60]):

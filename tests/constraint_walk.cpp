@@ -8,12 +8,15 @@
 //   {"error": "…", "code": "unsupported"}
 //   {"notes": […], "compile_ms": 3.1, "slowest_ms": 0.2, "replies": [{"hex": "…", "ids": […], "finished": true}]}
 //   hex: the text, special tokens by name; slowest_ms: of all steps, the longest
+//   {"kind": "regex", "text": "…", "feed": "ab", "n": 1000}     one reply: these bytes, again and again, n tokens in all
+//   {"fed": 1000, "half_ms": 2.1, "ms": 4.2}                     how many were allowed; processor time of the first half of n, and of all
 //
 // Each step takes one of the allowed ids: often one that ends something, or else the reply would not end. On the way,
 // what the constraint promises is held against itself: a fork and a rollback go the same way, an id that is not allowed
 // is not accepted.
 #include <chrono>
 #include <cstdio>
+#include <ctime>
 #include <iostream>
 #include <map>
 #include <string>
@@ -112,11 +115,33 @@ struct Walk {
   }
 };
 
+double processor_ms() {
+  timespec time = {};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return 1e3 * static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_nsec);
+}
+
+Json feed(Constraint constraint, const Tokenizer& tokenizer, const std::string& text, int n) {
+  std::map<std::string, int32_t> id_of;
+  for (int32_t id = 0; id < tokenizer.vocab_size(); ++id)
+    if (const std::string bytes = tokenizer.token_bytes(id); bytes.size() == 1 && !tokenizer.is_special(id)) id_of.emplace(bytes, id);
+  std::vector<uint32_t> mask(constraint.mask_words());
+  const double begin = processor_ms();
+  double half = 0;
+  int fed = 0;
+  for (; fed < n; ++fed) {
+    if (fed == n / 2) half = processor_ms() - begin;
+    if (!constraint.fill_mask(mask) || !constraint.accept(id_of.at(std::string(1, text[static_cast<size_t>(fed) % text.size()])))) break;
+  }
+  return {{"fed", fed}, {"half_ms", half}, {"ms", processor_ms() - begin}};
+}
+
 Json answer(ConstraintCompiler& compiler, const Tokenizer& tokenizer, const Json& job) {
   try {
     const Clock::time_point begin = Clock::now();
     const auto compiled = compiler.compile(spec_of(job));
     const double compile_ms = ms_since(begin);
+    if (job.contains("feed")) return feed(compiled->start(), tokenizer, job["feed"], job.at("n"));
     double slowest_ms = 0;
     Json replies = Json::array();
     for (int i = 0; i < job.at("n").get<int>(); ++i)

@@ -258,9 +258,8 @@ struct ConstraintCompiler::Impl {
     std::map<std::string, std::string> rule_of;  // by expression
     for (const SchemaPattern& pattern : patterns) {
       const auto [at, is_new] = rule_of.emplace(pattern.regex, fmt::format("pattern_of_string_{}", rule_of.size()));
-      const std::string mark = place == RegexPlace::kJsonString ? "\\\"" : "", quote = mark.empty() ? "" : fmt::format("\"{}\"", mark);
-      if (is_new)
-        rules += fmt::format("{} ::= {} ({}) {}\n", at->second, quote, rule_of_regex(pattern.place, pattern.regex, place), quote);
+      const std::string mark = place == RegexPlace::kJsonString ? "\\\"" : "";
+      if (is_new) rules += fmt::format("{} ::= {}\n", at->second, rule_of_regex(pattern.place, pattern.regex, place));
       parts.push_back({mark + pattern.constant + mark, at->second});
     }
     return with_literal_parts(grammar, parts) + rules;

@@ -93,18 +93,39 @@ std::string character_text(uint32_t c) {
   return is_plain ? std::string(1, static_cast<char>(c)) : fmt::format("\\U{:08x}", c);
 }
 
-// How a JSON string writes what it has to escape; for a literal of a grammar, whose own escape comes on top.
+// How a JSON string writes what it has to escape.
 std::string json_escape(uint32_t c) {
   switch (c) {
-    case '"': return R"("\\\"")";
-    case '\\': return R"("\\\\")";
-    case '\n': return R"("\\n")";
-    case '\r': return R"("\\r")";
-    case '\t': return R"("\\t")";
-    case '\b': return R"("\\b")";
-    case '\f': return R"("\\f")";
-    default: return fmt::format(R"("\\u{:04x}")", c);
+    case '"': return R"(\")";
+    case '\\': return R"(\\)";
+    case '\n': return R"(\n)";
+    case '\r': return R"(\r)";
+    case '\t': return R"(\t)";
+    case '\b': return R"(\b)";
+    case '\f': return R"(\f)";
+    default: return fmt::format(R"(\u{:04x})", c);
   }
+}
+
+// The same for an expression of the library's.
+std::string character_regex(uint32_t c) {
+  return c < 0x80 ? fmt::format("\\x{:02x}", c) : fmt::format("\\u{{{:x}}}", c);
+}
+
+// What stands for the expression so far, in two notations.
+struct Both {
+  std::string rule;    // the right side of a rule
+  std::string regex;   // an expression of the library's: it makes one automaton of that
+};
+
+// A quoted literal.
+std::string quoted(std::string_view text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') result += '\\';
+    result += c;
+  }
+  return result + '"';
 }
 
 class RegexReader {
@@ -120,22 +141,27 @@ class RegexReader {
     Group& root = groups_.back();
     finish_item(root);
     if (root.n_atoms > kMaxAtoms) too_large(0);
-    return finished(root);
+    const Both text = finished(root);
+    // Rules that repeat something begin a place anew with each of their repetitions, and which of all places one may have begun at is
+    // looked for at each token. In an automaton there is nothing to look for.
+    const bool is_json = place_ == RegexPlace::kJsonString;
+    if (is_automaton_) return fmt::format("Regex({})", quoted(is_json ? fmt::format("\\x22(?:{})\\x22", text.regex) : text.regex));
+    return is_json ? fmt::format(R"("\"" ({}) "\"")", text.rule) : text.rule;
   }
 
  private:
   struct Group {
     size_t begin = 0;
-    std::string text;      // of the alternatives so far
+    Both text;             // of the alternatives so far
     bool is_empty = true;  // the alternative that is being read has nothing yet
-    std::string item;      // what a quantifier would repeat; empty: there is nothing
+    Both item;             // what a quantifier would repeat; an empty rule: there is nothing
     int64_t n_atoms = 0;   // of all but the item
     int64_t item_atoms = 0;
     bool repeats = false;       // something in it may come more than once in a row
     bool may_be_empty = false;  // one of the alternatives before this one
     bool is_all_empty = true;   // every item so far of this alternative may be
     bool item_repeats = false, item_may_be_empty = false;
-    std::string item_class;     // the item is one class: its characters that need no escape
+    Both item_class;            // the item is one class: its characters that need no escape
     bool is_wide = false, item_is_wide = false;   // holds a class of many characters
     int64_t n_wide = 0, item_n_wide = 0;          // how many
     int count_depth = 0, item_count_depth = 0;  // counts within each other
@@ -157,13 +183,14 @@ class RegexReader {
 
   bool at(char c) const { return i_ < regex_.size() && regex_[i_] == c; }
 
-  static void append(Group& group, const std::string& text) {
-    if (!group.is_empty) group.text += ' ';
-    group.text += text;
+  static void append(Group& group, const Both& text) {
+    if (!group.is_empty) group.text.rule += ' ';
+    group.text.rule += text.rule;
+    group.text.regex += text.regex;
     group.is_empty = false;
   }
   static void finish_item(Group& group) {
-    if (!group.item.empty()) {
+    if (!group.item.rule.empty()) {
       append(group, group.item);
       group.is_all_empty = group.is_all_empty && group.item_may_be_empty;
       group.repeats = group.repeats || group.item_repeats;
@@ -171,19 +198,19 @@ class RegexReader {
       group.count = std::max(group.count, group.item_count);
       group.is_wide = group.is_wide || group.item_is_wide;
     }
-    group.item.clear();
-    group.item_class.clear();
+    group.item = {};
+    group.item_class = {};
     group.n_atoms += group.item_atoms;
     group.item_atoms = 0;
     group.n_wide += std::exchange(group.item_n_wide, 0);
   }
   // The whole group, its last alternative ended.
-  static std::string finished(Group& group) {
-    if (group.is_empty) append(group, "\"\"");
+  static Both finished(Group& group) {
+    if (group.is_empty) append(group, {"\"\"", ""});
     return std::move(group.text);
   }
 
-  void atom(std::string text, int64_t n, bool is_wide, bool repeats = false, bool may_be_empty = false, int count_depth = 0, int64_t count = 1) {
+  void atom(Both text, int64_t n, bool is_wide, bool repeats = false, bool may_be_empty = false, int count_depth = 0, int64_t count = 1) {
     Group& group = groups_.back();
     finish_item(group);
     group.item = std::move(text);
@@ -199,14 +226,20 @@ class RegexReader {
   void set(size_t begin, const CharacterSet& all) {
     const CharacterSet characters = all.without(kHalves);
     const CharacterSet plain = place_ == RegexPlace::kJsonString ? characters.without(kEscapedInJson) : characters;
-    std::string text = plain.empty() ? "" : class_text(plain);
-    const std::string its_class = text;
+    Both text;
+    if (!plain.empty()) text = {class_text(plain), class_regex(plain)};
+    const Both its_class = text;
     if (place_ == RegexPlace::kJsonString)
       for (const auto& [first, last] : kEscapedInJson.ranges())
         for (uint32_t c = first; c <= last; ++c)
-          if (characters.has(c)) text += fmt::format("{}{}", text.empty() ? "" : " | ", json_escape(c));
-    if (text.empty()) unsupported(begin, "a class of no characters");
-    atom(fmt::format("({})", text), 1, characters.size() > kWideClass);
+          if (characters.has(c)) {
+            const char* const bar = text.rule.empty() ? "" : "|";
+            text.rule += fmt::format("{}{}", bar, quoted(json_escape(c)));
+            text.regex += bar;
+            for (const char part : json_escape(c)) text.regex += character_regex(static_cast<unsigned char>(part));
+          }
+    if (text.rule.empty()) unsupported(begin, "a class of no characters");
+    atom({fmt::format("({})", text.rule), fmt::format("(?:{})", text.regex)}, 1, characters.size() > kWideClass);
     groups_.back().item_class = its_class;
     groups_.back().item_n_wide = groups_.back().item_is_wide;
   }
@@ -221,6 +254,24 @@ class RegexReader {
       if (last > first) text += fmt::format("-{}", character_text(last));
     }
     return text + ']';
+  }
+  // Ranges end where characters begin to be longer in UTF-8: within one across that the library finds bytes that are no UTF-8.
+  static std::string class_regex(const CharacterSet& characters) {
+    constexpr uint32_t kEnds[] = {0x7f, 0x7ff, 0xffff, kLastCharacter};
+    std::string text;
+    uint32_t begin = 0;
+    for (const uint32_t end : kEnds) {
+      std::string part;
+      for (const auto& [first, last] : characters.ranges()) {
+        if (last < begin || first > end) continue;
+        const uint32_t from = std::max(first, begin), to = std::min(last, end);
+        part += character_regex(from);
+        if (to > from) part += fmt::format("-{}", character_regex(to));
+      }
+      if (!part.empty()) text += fmt::format("{}[{}]", text.empty() ? "" : "|", part);
+      begin = end + 1;
+    }
+    return fmt::format("(?:{})", text);
   }
 
   void item() {
@@ -241,7 +292,8 @@ class RegexReader {
         const bool may_be_empty = group.may_be_empty || group.is_all_empty, repeats = group.repeats;
         const bool is_wide = group.is_wide;
         const int64_t n_wide = group.n_wide;
-        atom(fmt::format("({})", finished(group)), n, is_wide, repeats, may_be_empty, group.count_depth, group.count);
+        const Both text = finished(group);
+        atom({fmt::format("({})", text.rule), fmt::format("(?:{})", text.regex)}, n, is_wide, repeats, may_be_empty, group.count_depth, group.count);
         groups_.back().item_n_wide = n_wide;
         return;
       }
@@ -249,8 +301,9 @@ class RegexReader {
         ++i_;
         Group& group = groups_.back();
         finish_item(group);
-        if (group.is_empty) append(group, "\"\"");
-        group.text += " | ";
+        if (group.is_empty) append(group, {"\"\"", ""});
+        group.text.rule += " | ";
+        group.text.regex += '|';
         group.is_empty = true;
         group.may_be_empty = group.may_be_empty || group.is_all_empty;
         group.is_all_empty = true;
@@ -258,15 +311,15 @@ class RegexReader {
       }
       case '*':
         ++i_;
-        quantifier(begin, "*", 2, /*is_counted=*/false, /*least=*/0);
+        quantifier(begin, "*", 2, /*is_counted=*/false, /*least=*/0, /*is_endless=*/true);
         return;
       case '+':
         ++i_;
-        quantifier(begin, "+", 2, /*is_counted=*/false, /*least=*/1);
+        quantifier(begin, "+", 2, /*is_counted=*/false, /*least=*/1, /*is_endless=*/true);
         return;
       case '?':
         ++i_;
-        quantifier(begin, "?", 1, /*is_counted=*/false, /*least=*/0);
+        quantifier(begin, "?", 1, /*is_counted=*/false, /*least=*/0, /*is_endless=*/false);
         return;
       case '{':
         ++i_;
@@ -330,9 +383,9 @@ class RegexReader {
     groups_.back().begin = begin;
   }
 
-  void quantifier(size_t begin, std::string_view text, int64_t count, bool is_counted, int64_t least) {
+  void quantifier(size_t begin, std::string_view text, int64_t count, bool is_counted, int64_t least, bool is_endless) {
     Group& group = groups_.back();
-    if (group.item.empty()) bad(begin, "there is nothing to repeat");
+    if (group.item.rule.empty()) bad(begin, "there is nothing to repeat");
     // Each of the many ways to count such a text is a state of its own, and their number grows without bounds that one
     // could wait for.
     if (is_counted && count > 1 && group.item_may_be_empty && group.item_repeats)
@@ -345,7 +398,7 @@ class RegexReader {
     // The library counts the characters of one class well, anything else by looking at each token anew. So counted
     // characters of a JSON string are those that need no escape.
     const bool counts = is_counted && count > 1;
-    const bool counts_group = counts && group.item_class.empty();
+    const bool counts_group = counts && group.item_class.rule.empty();
     const int64_t product = group.item_count * (counts_group ? count : 1);
     if (const int64_t most = group.item_is_wide ? kMaxWideCount : kMaxGroupCount; counts_group && product > most)
       unsupported(begin, fmt::format("a count above {} of more than one class of characters{}", most, group.item_is_wide ? ", a large one among them," : ""));
@@ -354,15 +407,26 @@ class RegexReader {
     if (group.n_wide > kMaxWide)
       unsupported(begin, fmt::format("more than {} classes of many characters, those that groups repeat counted as often,", kMaxWide));
     if (++n_quantifiers_ > kMaxQuantifiers) unsupported(begin, fmt::format("more than {} repetitions", kMaxQuantifiers));
-    append(group, fmt::format("{}{}", counts && !group.item_class.empty() ? group.item_class : group.item, text));
+    // Rules do for one repetition of a class that is not repeated itself.
+    if (is_endless) is_automaton_ = is_automaton_ || n_endless_++ > 0 || groups_.size() > 1 || group.item_class.rule.empty();
+    const Both& item = counts && !group.item_class.rule.empty() ? group.item_class : group.item;
+    append(group, {fmt::format("{}{}", item.rule, text), repeated(item.regex, text, is_endless, least)});
     group.is_wide = group.is_wide || group.item_is_wide;
-    group.item.clear();
-    group.item_class.clear();
+    group.item = {};
+    group.item_class = {};
     group.n_atoms += group.item_atoms * count;  // at most kMaxAtoms * kMaxCount
     group.item_atoms = 0;
     if (group.n_atoms > kMaxAtoms) too_large(begin);
     if (at('?')) ++i_;  // lazy: the same texts
     if (at('+')) unsupported(i_, "a possessive quantifier");
+  }
+
+  // As the library reads it rightly: its own "?" is entered from behind where the item ends with a loop, its "{2,}" where the item has
+  // several ends.
+  static std::string repeated(const std::string& item, std::string_view text, bool is_endless, int64_t least) {
+    if (text == "?") return fmt::format("(?:{}|)", item);
+    if (!is_endless || text == "*" || text == "+") return fmt::format("{}{}", item, text);
+    return least == 0 ? fmt::format("{}*", item) : fmt::format("{0}{{{1}}}{0}*", item, least);
   }
 
   int64_t number() {
@@ -388,14 +452,14 @@ class RegexReader {
     if (!is_open && most < least) bad(begin, "the count's end is below its start");
     if (!is_open && most == 0) {  // nothing, however it is written
       Group& group = groups_.back();
-      if (group.item.empty()) bad(begin, "there is nothing to repeat");
-      group.item = "\"\"";
+      if (group.item.rule.empty()) bad(begin, "there is nothing to repeat");
+      group.item = {"\"\"", "(?:)"};
       group.item_may_be_empty = true;
-      quantifier(begin, "", 1, /*is_counted=*/false, 0);
+      quantifier(begin, "", 1, /*is_counted=*/false, /*least=*/0, /*is_endless=*/false);
       return;
     }
     quantifier(begin, is_open ? fmt::format("{{{},}}", least) : fmt::format("{{{},{}}}", least, most),
-               is_open ? least + 1 : most, /*is_counted=*/true, least);
+               is_open ? least + 1 : most, /*is_counted=*/true, least, is_open);
   }
 
   uint32_t hex(size_t begin, size_t n) {
@@ -482,6 +546,8 @@ class RegexReader {
   const RegexPlace place_;
   size_t i_ = 0;
   int n_quantifiers_ = 0;
+  int n_endless_ = 0;           // repetitions without an end
+  bool is_automaton_ = false;   // the library is given an expression, no rules
   std::vector<Group> groups_;
 };
 

@@ -9,7 +9,7 @@
 // for these, but drops an anchor in the middle, takes an unknown escape for a letter, and lets "a(xb+)?" match "ab".
 //
 // Counts are bounded, also those within each other: a short expression must not become a large automaton. One pass,
-// linear in the text.
+// linear in the text. So is a reply: with more than one repetition without an end the rule is one automaton.
 #pragma once
 
 #include <string>
@@ -22,7 +22,7 @@ enum class RegexPlace : uint8_t {
   kJsonString,  // within the quotes of a JSON string: what has to be escaped there is escaped
 };
 
-// The right side of a rule whose texts match the expression as a whole. Throws Error(kBadInput): no regular expression;
+// The right side of a rule whose texts match the expression as a whole, in a JSON string with its quotes. Throws Error(kBadInput): no regular expression;
 // Error(kUnsupported): cannot be expressed, or too large. name: for the message, which gives the place as a byte
 // offset.
 std::string rule_of_regex(const std::string& name, std::string_view regex, RegexPlace place);
