@@ -9,6 +9,7 @@
 #include "server/api_error.h"
 #include "text/chat_message.h"
 #include "text/text_tools.h"
+#include "text/write_conversation.h"
 #include "weights/quote.h"
 
 namespace beryl::server {
@@ -121,9 +122,7 @@ ChatPrompt prompt_of(const ServedModel& model, const Conversation& conversation)
   if (options.tools.is_array())
     for (Json& tool : options.tools)
       if (tool.is_object() && tool.contains("function") && tool["function"].is_object()) tool["function"].erase("strict");
-  if (model.writes_tools) return model.writer->write(conversation.messages, options);
-  const Json tools = std::exchange(options.tools, nullptr);
-  return model.writer->write(with_tools_as_text(conversation.messages, tools), options);
+  return write_conversation(*model.writer, model.writes_tools, conversation.messages, options);
 }
 
 }  // namespace

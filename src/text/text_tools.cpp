@@ -1,6 +1,8 @@
 #include "text/text_tools.h"
 
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -67,10 +69,12 @@ CallNotation call_notation(const ChatWriter& writer, const Tokenizer& tokenizer)
   return !sample || sample->find("<tool_call>") != std::string::npos ? CallNotation::kTagged : CallNotation::kBare;
 }
 
-Json with_tools_as_text(const Json& messages, const Json& tools) {
+Json with_tools_as_text(const Json& messages, const Json& tools, std::vector<size_t>* origins) {
   Json all = Json::array();
+  std::vector<size_t> its_origins;
   const bool declares = !read_tools(tools).empty();
   if (declares) all.push_back({{"role", "system"}, {"content", declarations(tools)}});
+  if (declares) its_origins.push_back(kNoMessage);
   bool results = false;   // the last message is made of results
   for (const Message& message : read_messages(messages, false)) {
     const Json& original = messages[message.index];
@@ -96,7 +100,9 @@ Json with_tools_as_text(const Json& messages, const Json& tools) {
       all.push_back(original);
     }
     results = is_result;
+    its_origins.resize(all.size(), message.index);
   }
+  if (origins != nullptr) *origins = std::move(its_origins);
   return all;
 }
 

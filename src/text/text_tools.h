@@ -4,7 +4,9 @@
 // ReplyParser reads back, and <tool_response>...</tool_response> in a user's message.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -25,6 +27,9 @@ CallNotation call_notation(const ChatWriter& writer, const Tokenizer& tokenizer)
 bool writes_tools(const ChatWriter& writer);
 
 // The conversation with its tools, calls and results as text. messages and tools: OpenAI's lists. Throws Error(kBadInput).
-nlohmann::ordered_json with_tools_as_text(const nlohmann::ordered_json& messages, const nlohmann::ordered_json& tools);
+// origins, if given: for each message of the result the one that it comes from, or the first of these.
+inline constexpr size_t kNoMessage = SIZE_MAX;
+nlohmann::ordered_json with_tools_as_text(const nlohmann::ordered_json& messages, const nlohmann::ordered_json& tools,
+                                          std::vector<size_t>* origins = nullptr);
 
 }  // namespace beryl
