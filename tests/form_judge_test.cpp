@@ -3,12 +3,15 @@
 // How:  judges are this program, started anew with other arguments. Hostile forms are grammars (EBNF), which nothing bounds; the server takes
 //       none from strangers, but what is known of the library does not tell that nothing else of that kind gets through.
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <optional>
 #include <string>
 #include <thread>
@@ -21,6 +24,7 @@
 #include "server/api_error.h"
 #include "server/form_compiler.h"
 #include "server/form_judge.h"
+#include "server/lent_priority.h"
 #include "server/letter_tokenizer.h"
 
 namespace beryl::server {
@@ -169,6 +173,72 @@ TEST_F(FormJudgeTest, AnEndDoesNotWaitForAForm) {
   form_limits.patience = std::chrono::milliseconds(200);
   FormCompiler forms(constraints, form_limits, kCommand);
   EXPECT_THROW(forms.compile(endless(1)), ApiError);
+}
+
+// Processes that this one has started and that run.
+std::vector<pid_t> children() {
+  std::vector<pid_t> found;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    std::ifstream file(entry.path() / "stat");
+    std::string text;
+    char state = 0;
+    pid_t parent = 0;
+    if (std::getline(file, text) && std::sscanf(text.c_str() + text.rfind(')') + 1, " %c %d", &state, &parent) == 2 && parent == getpid() && state != 'Z')
+      found.push_back(std::stoi(entry.path().filename().string()));
+  }
+  return found;
+}
+
+TEST_F(FormJudgeTest, OneIsThereBeforeTheFirstFormAndStays) {
+  const std::unique_ptr<Tokenizer> tokenizer = letter_tokenizer();
+  ConstraintCompiler constraints(*tokenizer, test::kTextVocab);
+  FormLimits form_limits;
+  form_limits.judge = limits(600);
+  form_limits.judge_idle = std::chrono::seconds(1);
+  form_limits.patience = std::chrono::hours(1);
+  FormCompiler forms(constraints, form_limits, kCommand);
+  forms.prepare();
+  std::vector<pid_t> first;
+  while ((first = children()).empty()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_NE(forms.compile(regex("ab" + std::to_string(i))), nullptr);
+    EXPECT_EQ(children(), first);   // one form at a time is its work
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  EXPECT_EQ(children(), first);
+  kill(first.front(), SIGKILL);
+  while (children() == first || children().empty()) std::this_thread::sleep_for(std::chrono::milliseconds(5));   // and one that was killed is replaced
+}
+
+TEST(LentPriorityTest, WhatIsShortHasPlainPriorityAndWhatIsLongALowerOne) {
+  const auto burn = [](double seconds) {
+    timespec time = {};
+    do {
+      clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    } while (static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec) < seconds);
+  };
+  const auto nice_now = [] { return getpriority(PRIO_PROCESS, 0); };
+  const int plain = nice_now();
+  LentPriority priority(0.2, 0);
+  int begin = -100, end = -100;
+  priority.run([&] { begin = nice_now(), burn(0.05), end = nice_now(); });
+  EXPECT_EQ(begin, plain);
+  EXPECT_EQ(end, plain);
+  priority.run([&] {
+    begin = nice_now();
+    while ((end = nice_now()) == plain) burn(0.3);
+  });
+  EXPECT_EQ(begin, plain);
+  EXPECT_GT(end, plain);   // 19 is the lowest there is
+  EXPECT_EQ(priority.seconds_in_hand(), 0);
+  priority.run([&] {   // nothing is left
+    while ((end = nice_now()) == plain) burn(0.01);
+  });
+  EXPECT_EQ(nice_now(), plain);
+  EXPECT_THROW(priority.run([] { throw Error(ErrorCode::kUnsupported, "as the test wanted"); }), Error);
+  LentPriority refilled(0.5, 1000);
+  for (int i = 0; i < 2; ++i) refilled.run([&] { burn(0.01), end = nice_now(); });
+  EXPECT_EQ(end, plain);
 }
 
 }  // namespace

@@ -164,7 +164,9 @@ int serve(const ServeOptions& options) {
                          server::has_page() ? fmt::format(", a page to talk with it at {}", address) : "", backend->name(),
                          limits.run.context, limits.run.n_sequences));
 
-  std::vector<std::jthread> prepare = start_helpers(2, [&](int) { constraints.prepare(); });   // so that the first form need not wait for it
+  // So that the first form need not wait for it.
+  std::vector<std::jthread> prepare = start_helpers(2, [&](int) { constraints.prepare(); });
+  if (has_constraints()) forms.prepare();
   signals.wait();
   prepare.clear();
   print_note("Finishing what has begun. Ctrl-C once more ends at once.");

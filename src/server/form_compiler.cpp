@@ -1,9 +1,5 @@
 #include "server/form_compiler.h"
 
-#ifdef __linux__
-#include <sys/resource.h>
-#endif
-
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -11,13 +7,10 @@
 #include <fmt/format.h>
 
 #include "server/api_error.h"
+#include "server/lent_priority.h"
 
 namespace beryl::server {
 
-#ifdef __linux__
-// A tenth of the processor time of a thread of plain priority that wants the same processor.
-constexpr int kNice = 10;
-#endif
 constexpr size_t kMaxHostileBytes = 4 << 20;   // of keys
 
 FormCompiler::~FormCompiler() {
@@ -44,7 +37,7 @@ std::shared_ptr<const CompiledConstraint> FormCompiler::compile(const Constraint
     }
     place = std::make_shared<Job>(Job{spec, false, nullptr, nullptr});
     waiting_.push_back(place);
-    work_.notify_one();
+    work_.notify_all();
   }
   const std::shared_ptr<Job> job = place;
   if (!done_.wait_for(lock, limits_.patience, [&] { return job->done; }))
@@ -54,9 +47,17 @@ std::shared_ptr<const CompiledConstraint> FormCompiler::compile(const Constraint
   return job->compiled;
 }
 
+void FormCompiler::prepare() {
+  const std::lock_guard lock(mutex_);
+  try {
+    require_worker();
+  } catch (const ApiError&) {   // who asks first hears of it
+  }
+}
+
 void FormCompiler::require_worker() {
   try {
-    while (static_cast<int>(threads_.size()) < limits_.n_workers) threads_.emplace_back([this] { work(); });
+    while (static_cast<int>(threads_.size()) < limits_.n_workers) threads_.emplace_back([this, is_first = threads_.empty()] { work(is_first); });
   } catch (const std::system_error&) {
     if (threads_.empty()) throw ApiError(503, "the system lets this server have no thread to compile the reply's form: try again later");
   }
@@ -68,27 +69,38 @@ void FormCompiler::remember(const std::string& key, const HostileForm& form) {
   for (; hostile_bytes_ > kMaxHostileBytes; hostile_.pop_front()) hostile_bytes_ -= hostile_.front().first.size();
 }
 
-void FormCompiler::work() {
-#ifdef __linux__
-  setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNice);   // on Linux: of this thread
-#endif
+void FormCompiler::work(bool is_first) {
   FormJudge judge(judge_, limits_.judge);
+  LentPriority priority;
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (!work_.wait_for(lock, limits_.judge_idle, [&] { return stopping_ || !waiting_.empty(); })) {
-      judge.end();
+    if (is_first) is_first_idle_ = true;
+    if (is_first && !judge_.empty()) {
+      lock.unlock();
+      try {
+        judge.prepare(stopping_);
+      } catch (const std::exception&) {   // the next form tries again
+      }
+      lock.lock();
+    }
+    if (!work_.wait_for(lock, limits_.judge_idle, [&] { return stopping_ || waiting_.size() > (is_first || !is_first_idle_ ? 0 : 1); })) {
+      if (!is_first) judge.end();
       continue;
     }
     if (stopping_) return;
     const std::shared_ptr<Job> job = std::move(waiting_.front());
     waiting_.pop_front();
+    if (is_first) {
+      is_first_idle_ = false;
+      work_.notify_all();   // what waits for this one need not
+    }
     lock.unlock();
     std::shared_ptr<const CompiledConstraint> compiled;
     std::exception_ptr error;
     std::optional<HostileForm> hostile;
     try {
       if (!judge_.empty()) judge.judge(job->spec, stopping_);
-      compiled = compile_(job->spec);
+      priority.run([&] { compiled = compile_(job->spec); });
     } catch (const HostileForm& form) {
       hostile = form;
       error = std::current_exception();

@@ -23,6 +23,7 @@
 #include <fmt/format.h>
 
 #include "server/api_error.h"
+#include "server/lent_priority.h"
 
 extern char** environ;
 
@@ -147,6 +148,10 @@ void FormJudge::start(const std::atomic<bool>& stopping) {
   first_bytes_ = resident_bytes();
 }
 
+void FormJudge::prepare(const std::atomic<bool>& stopping) {
+  if (!is_alive()) start(stopping);
+}
+
 void FormJudge::judge(const ConstraintSpec& spec, const std::atomic<bool>& stopping) {
   const bool is_fresh = !is_alive();
   if (is_fresh) start(stopping);
@@ -212,6 +217,7 @@ void judge_forms(ConstraintCompiler& constraints, int socket) {
   std::ofstream("/proc/self/oom_score_adj") << "1000";
 #endif
   constraints.prepare();
+  LentPriority priority;
   Reader reader(socket);
   if (!send_all(socket, answer_text(0, ""))) return;
   while (const std::optional<std::string> line = reader.line()) {
@@ -226,7 +232,7 @@ void judge_forms(ConstraintCompiler& constraints, int socket) {
     if (has_calls != 0) spec.calls = CallSpec{static_cast<CallNotation>(notation), std::move(*tools), single != 0};
     std::string answer = answer_text(0, "");
     try {
-      constraints.compile(spec);
+      priority.run([&] { constraints.compile(spec); });
     } catch (const Error& error) {
       answer = answer_text(1 + static_cast<int>(error.code), error.what());
     }

@@ -29,8 +29,8 @@ struct JudgeLimits {
 
 class FormJudge {
  public:
-  // command: a program that calls judge_forms with the socket that is its standard input. It is started when it is first needed, and
-  // anew after it has ended.
+  // command: a program that calls judge_forms with the socket that is its standard input. It is started when it is first needed, or by
+  // prepare, and anew after it has ended.
   FormJudge(std::vector<std::string> command, const JudgeLimits& limits) : command_(std::move(command)), limits_(limits) {}
   ~FormJudge() { end(); }
   FormJudge(const FormJudge&) = delete;
@@ -40,6 +40,8 @@ class FormJudge {
   // limits, or has brought a fresh process down; ApiError(503): there is no process to be had, or `stopping` has become true. By one
   // thread at a time.
   void judge(const ConstraintSpec& spec, const std::atomic<bool>& stopping);
+  // Starts the process where there is none, so that the next form need not wait for it. Throws as judge does; where that fails judge tries again.
+  void prepare(const std::atomic<bool>& stopping);
   // Ends the process, if there is one. Its memory is the vocabulary's once more.
   void end();
   pid_t process() const { return pid_; }   // -1: none
