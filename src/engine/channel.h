@@ -27,9 +27,17 @@ class Channel {
   const RequestResult& result() const { return *result_; }
   // The engine frees what the request holds before its next step. What was sampled before may still come.
   void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+  // The same by a reader that has all it wants with the first n_tokens of the reply: it ends as one that has stopped, and so many
+  // count, where it has not ended already.
+  void stop(int64_t n_tokens) {
+    stopped_at_.store(n_tokens, std::memory_order_relaxed);
+    cancelled_.store(true, std::memory_order_release);
+  }
 
   // Of the engine.
-  bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
+  bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
+  // Of one that is cancelled: the tokens that the reader wanted; -1: it wants none.
+  int64_t stopped_at() const { return stopped_at_.load(std::memory_order_relaxed); }
   void push(std::span<const Sampled> tokens);
   void finish(RequestResult result);
 
@@ -39,6 +47,7 @@ class Channel {
   std::vector<Sampled> tokens_;
   std::optional<RequestResult> result_;
   std::atomic<bool> cancelled_ = false;
+  std::atomic<int64_t> stopped_at_ = -1;
 };
 
 }  // namespace beryl

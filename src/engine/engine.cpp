@@ -184,10 +184,15 @@ bool Engine::take_inbox() {
 }
 
 void Engine::end_cancelled() {
-  for (SequencePtr& sequence : running_)
-    if (sequence->channel->cancelled()) end(*sequence, FinishReason::kCancelled);
-  for (SequencePtr& sequence : waiting_)
-    if (sequence->channel->cancelled()) end(*sequence, FinishReason::kCancelled);
+  const auto end_one = [&](Sequence& sequence) {
+    if (!sequence.channel->cancelled()) return;
+    const int64_t n_wanted = sequence.channel->stopped_at();
+    int64_t& n_reply = sequence.result.timings.reply_tokens;
+    if (n_wanted >= 0) n_reply = std::min(n_reply, n_wanted);   // those behind it were sampled before the reader said so
+    end(sequence, n_wanted >= 0 ? FinishReason::kStop : FinishReason::kCancelled);
+  };
+  for (SequencePtr& sequence : running_) end_one(*sequence);
+  for (SequencePtr& sequence : waiting_) end_one(*sequence);
   remove_ended();
 }
 

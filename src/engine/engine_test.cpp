@@ -496,6 +496,22 @@ TEST_F(EngineTest, ACancelFreesWithinOneStep) {
   EXPECT_EQ(read_all(*each->submit(request_for(ids(3), 3))).ids.size(), 3u);
 }
 
+TEST_F(EngineTest, WhoHasWhatItWantsHasStoppedTheReply) {
+  const auto each = engine(limits_of(1 << 16, 1, 32), 0);
+  const auto channel = each->submit(request_for(ids(40), 60'000));
+  std::vector<Sampled> tokens;
+  while (tokens.size() < 5) ASSERT_TRUE(channel->read(tokens, 10s));
+  channel->stop(5);
+  const Answer answer = read_all(*channel);
+  EXPECT_EQ(answer.result.finish, FinishReason::kStop);
+  EXPECT_EQ(answer.result.timings.reply_tokens, 5);
+  const EngineCounts counts = each->counts();
+  EXPECT_EQ(counts.finished[static_cast<size_t>(FinishReason::kStop)], 1);
+  EXPECT_EQ(counts.finished[static_cast<size_t>(FinishReason::kCancelled)], 0);
+  EXPECT_EQ(counts.reply_tokens, 5);
+  expect_no_page_leaked(*each);
+}
+
 TEST_F(EngineTest, DrainingEndsWhatWasTakenAndTakesNoMore) {
   const auto each = engine(limits_of(300, 2, 16));
   std::vector<std::shared_ptr<Channel>> channels;

@@ -12,7 +12,7 @@
 namespace beryl {
 
 enum class FinishReason : uint8_t {
-  kStop,        // a stop id was sampled (it is not in the reply)
+  kStop,        // a stop id was sampled (it is not in the reply), or the reader has what it wants
   kLength,      // max_new tokens
   kContext,     // the context is full
   kCancelled,   // whoever asked wants no more
@@ -83,7 +83,7 @@ struct RequestTimings {
 
 struct RequestResult {
   FinishReason finish = FinishReason::kStop;
-  int32_t stop_id = -1;                 // kStop: which
+  int32_t stop_id = -1;                 // kStop: which; -1: none
   Failure failure = Failure::kNone;     // kFailed: why
   std::string error;                    // kFailed: one line
   RequestTimings timings;
