@@ -76,21 +76,30 @@ size_t n_characters(const std::string& text) {
   return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
 
+// As the original writes a token that is a part of a character, so that two of them have two names.
+std::string token_name(const ServedModel& model, int32_t id) {
+  std::string bytes = model.tokenizer.token_bytes(id);
+  if (is_utf8(bytes)) return bytes;
+  std::string name = "bytes:";
+  for (unsigned char byte : bytes) name += fmt::format("\\x{:02x}", byte);
+  return name;
+}
+
 Json logprobs_of(Completion& completion, size_t choice, const std::vector<Sampled>& tokens) {
   if (completion.generation.sampling.n_logprobs < 0) return nullptr;
-  Json texts = Json::array(), values = Json::array(), tops = Json::array(), offsets = Json::array();
+  Json names = Json::array(), values = Json::array(), tops = Json::array(), offsets = Json::array();
   for (const Sampled& token : tokens) {
-    const std::string text = token_text(completion.model, token.id);
-    texts.push_back(text);
+    const std::string name = token_name(completion.model, token.id);
+    names.push_back(name);
     values.push_back(finite_logprob(token.logprob));
     Json top = Json::object();
-    for (const auto& [id, logprob] : token.top) top[token_text(completion.model, id)] = finite_logprob(logprob);
-    top[text] = finite_logprob(token.logprob);
+    for (const auto& [id, logprob] : token.top) top[token_name(completion.model, id)] = finite_logprob(logprob);
+    top[name] = finite_logprob(token.logprob);
     tops.push_back(std::move(top));
     offsets.push_back(completion.text_offsets[choice]);
     completion.text_offsets[choice] += n_characters(completion.texts[choice].push(token.id));
   }
-  return {{"tokens", texts}, {"token_logprobs", values}, {"top_logprobs", tops}, {"text_offset", offsets}};
+  return {{"tokens", names}, {"token_logprobs", values}, {"top_logprobs", tops}, {"text_offset", offsets}};
 }
 
 Json finish_of(const Reply& reply) { return reply.finish() == Reply::Finish::kLength ? "length" : "stop"; }
@@ -188,7 +197,7 @@ HttpResponse answer_completion(const ServedModel& model, const Json& body, const
   completion->echo = fields.boolean("echo", false);
   if (completion->echo && generation.sampling.n_logprobs >= 0)
     throw ApiError(400, "'logprobs' with 'echo' is not supported: log-probabilities are of what is written, not of the prompt", "echo");
-  if (fields.integer("best_of", generation.n, 1, 64) != generation.n) fields.refuse("best_of", "the same number as n");
+  if (fields.integer("best_of", generation.n, 1, 128) != generation.n) fields.refuse("best_of", "the same number as n");
   if (const std::optional<std::string> suffix = fields.string("suffix"); suffix && !suffix->empty())
     throw ApiError(400, "'suffix' is not supported: this model only goes on with a text", "suffix");
   read_prompts(*completion);

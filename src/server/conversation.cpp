@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
+#include <iterator>
 #include <set>
+#include <utility>
 
 #include <fmt/format.h>
 
+#include "base/error.h"
 #include "server/api_error.h"
 #include "text/chat_message.h"
 #include "text/text_tools.h"
@@ -80,6 +84,44 @@ Json read_chat_tools(const Json& given) {
   return tools;
 }
 
+[[noreturn]] void refuse(const std::string& where, const std::string& what) { throw ApiError(400, fmt::format("'{}' {}", where, what), where); }
+
+// One message, whose names are brought to those that the chat formats know; they check what is within. calls: the ids of those so far.
+void read_message(Json& message, const std::string& where, std::set<std::string>& calls) {
+  if (!message.is_object()) refuse(where, fmt::format("is {}, an object was expected", in_words(message)));
+  const Fields fields(message, where + ".");
+  std::string role = fields.required_string("role");
+  const char* const roles[] = {"system", "developer", "user", "assistant", "tool"};
+  if (std::find(std::begin(roles), std::end(roles), role) == std::end(roles)) fields.refuse("role", "system, developer, user, assistant or tool");
+  if (const Json* content = fields.find("content"); content != nullptr && role != "tool" && !content->is_string() && !content->is_array())
+    fields.refuse("content", "a text or an array of parts");
+  if (const Json* list = fields.array("tool_calls"))
+    for (const Json& call : *list)
+      if (call.is_object() && call.contains("id") && call["id"].is_string()) calls.insert(call["id"].get<std::string>());
+  if (const std::optional<std::string> id = fields.string("tool_call_id"); id && role == "tool" && !calls.contains(*id))
+    refuse(where + ".tool_call_id", fmt::format("is {}, the id of a call before it was expected", quote(*id)));
+
+  if (role == "developer") message["role"] = "system";   // OpenAI's later name of it
+  // A reply that was refused has its words there, or in a part.
+  if (const auto refusal = message.find("refusal"); refusal != message.end()) {
+    if (refusal->is_string() && (!message.contains("content") || message["content"].is_null())) message["content"] = *refusal;
+    message.erase("refusal");
+  }
+  if (!message.contains("content") || !message["content"].is_array()) return;
+  Json& parts = message["content"];
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string place = fmt::format("{}.content.{}", where, i);
+    if (!parts[i].is_object()) refuse(place, fmt::format("is {}, an object was expected", in_words(parts[i])));
+    const Fields part(parts[i], place + ".");
+    const std::string type = part.required_string("type");
+    if (type == "refusal") {
+      parts[i] = {{"type", "text"}, {"text", part.required_string("refusal")}};
+    } else if (type == "text") {
+      part.required_string("text");
+    }
+  }
+}
+
 }  // namespace
 
 Conversation read_conversation(const Fields& fields) {
@@ -87,16 +129,9 @@ Conversation read_conversation(const Fields& fields) {
   const Json* messages = fields.array("messages");
   if (messages == nullptr || messages->empty()) fields.refuse("messages", "an array of at least one message");
   conversation.messages = *messages;
-  for (Json& message : conversation.messages) {
-    if (!message.is_object()) continue;
-    // OpenAI's later name of the system's role.
-    if (message.contains("role") && message["role"] == "developer") message["role"] = "system";
-    // A reply that was refused has its words there.
-    if (const auto refusal = message.find("refusal"); refusal != message.end()) {
-      if (refusal->is_string() && (!message.contains("content") || message["content"].is_null())) message["content"] = *refusal;
-      message.erase("refusal");
-    }
-  }
+  conversation.is_as_sent = true;
+  std::set<std::string> calls;
+  for (size_t i = 0; i < conversation.messages.size(); ++i) read_message(conversation.messages[i], fmt::format("messages.{}", i), calls);
   if (const Json* tools = fields.array("tools")) conversation.options.tools = read_chat_tools(*tools);
   conversation.tool_choice = read_tool_choice(fields, conversation.options.tools);
   if (const Json* format = fields.object("response_format")) conversation.form = read_reply_form(*format, "response_format");
@@ -112,17 +147,35 @@ Conversation read_conversation(const Fields& fields) {
 
 namespace {
 
+// What is wrong with the messages, by the request's names. `what` begins with "message 3: " where it is about one of them.
+ApiError to_message_error(const std::string& what, const Conversation& conversation) {
+  size_t index = 0;
+  constexpr std::string_view kBegin = "message ";
+  const char* const end = what.data() + what.size();
+  const char* rest = end;
+  if (what.starts_with(kBegin)) rest = std::from_chars(what.data() + kBegin.size(), end, index).ptr;
+  const bool is_one = conversation.is_as_sent && std::string_view(rest, static_cast<size_t>(end - rest)).starts_with(": ");
+  if (!is_one) return ApiError(400, what, conversation.field);
+  const std::string field = fmt::format("{}.{}", conversation.field, index);
+  return ApiError(400, fmt::format("'{}'{}", field, rest), field);
+}
+
 ChatPrompt prompt_of(const ServedModel& model, const Conversation& conversation) {
   if (model.writer == nullptr)
     throw ApiError(400, fmt::format("the model {} has no chat format: use /v1/completions", quote(model.id)), "model");
-  require_length(model, text_bytes(conversation.messages));
+  require_length(model, text_bytes(conversation.messages), conversation.field);
   ChatOptions options = conversation.options;
   if (!conversation.tool_choice.may_call) options.tools = nullptr;
   // A word to the server, not to the model.
   if (options.tools.is_array())
     for (Json& tool : options.tools)
       if (tool.is_object() && tool.contains("function") && tool["function"].is_object()) tool["function"].erase("strict");
-  return write_conversation(*model.writer, model.writes_tools, conversation.messages, options);
+  try {
+    return write_conversation(*model.writer, model.writes_tools, conversation.messages, options);
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::kBadInput) throw;
+    throw to_message_error(error.what(), conversation);
+  }
 }
 
 }  // namespace
@@ -134,7 +187,8 @@ std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& 
 std::vector<int32_t> write_prompt(const ServedModel& model, const Conversation& conversation, Generation& generation) {
   const ChatPrompt prompt = prompt_of(model, conversation);
   generation.is_chat = true;
-  generation.warnings = prompt.warnings;
+  generation.prompt_field = conversation.field;
+  generation.warnings.insert(generation.warnings.end(), prompt.warnings.begin(), prompt.warnings.end());
   generation.in_thought = prompt.in_thought;
   generation.may_think = conversation.options.enable_thinking;
   generation.finds_calls = conversation.tool_choice.may_call;

@@ -12,6 +12,8 @@ namespace beryl::server {
 
 struct Conversation {
   Json messages;           // OpenAI's list
+  std::string field = "messages";   // of the request, where they came from
+  bool is_as_sent = false; // message i is that of the request
   ChatOptions options;     // tools, thinking, the template's variables
   ToolChoice tool_choice;
   ReplyForm form;

@@ -18,8 +18,14 @@ namespace beryl::server {
 namespace {
 
 constexpr size_t kMaxStops = 16;
-constexpr int64_t kMaxChoices = 16;
+constexpr int64_t kMaxChoices = 128;   // as OpenAI has it
 constexpr size_t kMaxBiases = 4096;
+
+// Parameters of these APIs, and of other servers of them, that would change the reply where they are known.
+constexpr const char* kIgnored[] = {
+    "audio", "bad_words", "container", "context_management", "dry_multiplier", "dynatemp_range", "grammar", "guided_choice", "guided_grammar", "guided_json",
+    "guided_regex", "ignore_eos", "json_schema", "length_penalty", "lora", "max_tool_calls", "mcp_servers", "min_tokens", "mirostat", "n_predict",
+    "repeat_last_n", "stop_token_ids", "structured_outputs", "tfs_z", "top_a", "typical_p", "use_beam_search", "verbosity", "web_search_options", "xtc_probability"};
 
 uint64_t random_seed() {
   static thread_local std::random_device random;
@@ -76,7 +82,8 @@ Generation read_generation(const Fields& fields, const ServedModel& model) {
   sampling.min_p = static_cast<float>(fields.number("min_p", 0, 0, 1));
   sampling.presence_penalty = static_cast<float>(fields.number("presence_penalty", 0, -2, 2));
   sampling.frequency_penalty = static_cast<float>(fields.number("frequency_penalty", 0, -2, 2));
-  sampling.repetition_penalty = static_cast<float>(fields.number("repetition_penalty", 1, 0.01, 100));
+  // repeat_penalty: as llama.cpp calls it.
+  sampling.repetition_penalty = static_cast<float>(fields.number("repetition_penalty", fields.number("repeat_penalty", 1, 0.01, 100), 0.01, 100));
   // Below 2^-20 the draw is the largest logit anyway, and the division by it stays finite.
   if (sampling.temperature < 0x1p-20f) sampling.temperature = 0;
   sampling.seed = fields.has("seed") ? static_cast<uint64_t>(fields.integer("seed", 0, INT64_MIN, INT64_MAX)) : random_seed();
@@ -87,18 +94,21 @@ Generation read_generation(const Fields& fields, const ServedModel& model) {
   std::erase(generation.stops, "");
   generation.n = static_cast<int>(fields.integer("n", 1, 1, kMaxChoices));
   fields.string("model");   // whatever it is called here; but a text
+  for (const char* name : kIgnored)
+    if (const Json* value = fields.find(name); value != nullptr && *value != false)
+      generation.warnings.push_back(fmt::format("'{}' is not supported and was ignored", name));
   return generation;
 }
 
-void require_length(const ServedModel& model, size_t n_bytes) {
+void require_length(const ServedModel& model, size_t n_bytes, const std::string& field) {
   const auto least = static_cast<int64_t>(n_bytes / model.longest_token_bytes);
   if (least > model.engine.context())
-    throw ApiError(400, fmt::format("the prompt has at least {} tokens, the context {}", least, model.engine.context()), "",
+    throw ApiError(400, fmt::format("the prompt has at least {} tokens, the context {}", least, model.engine.context()), field,
                    "context_length_exceeded");
 }
 
 std::vector<int32_t> encode_text(const ServedModel& model, const std::string& text, bool with_bos) {
-  require_length(model, text.size());
+  require_length(model, text.size(), "prompt");
   std::vector<int32_t> ids = model.tokenizer.encode(text, false);
   if (with_bos && model.tokenizer.adds_bos() && model.tokenizer.bos_id()) ids.insert(ids.begin(), *model.tokenizer.bos_id());
   return ids;
@@ -120,7 +130,7 @@ Reply::Reply(const ServedModel& model, const Generation& generation, std::vector
   const std::span<const int32_t> stop_ids = model.tokenizer.stop_ids();
   request.stop_ids.assign(stop_ids.begin(), stop_ids.end());
   if (static_cast<int64_t>(request.prompt.size()) > model.engine.context())
-    throw ApiError(400, fmt::format("the prompt has {} tokens, the context {}", request.prompt.size(), model.engine.context()), "",
+    throw ApiError(400, fmt::format("the prompt has {} tokens, the context {}", request.prompt.size(), model.engine.context()), generation.prompt_field,
                    "context_length_exceeded");
   request.constraint = bind_reply({generation.content, generation.in_thought, generation.may_think, generation.thought_budget}, model.tokenizer, model.vocab);
   channel_ = model.engine.submit(std::move(request));
@@ -159,7 +169,7 @@ void Reply::add(ReplyDelta fresh, ReplyPiece& piece) {
   if (const std::string* stop = find_stop(held_, stops_, at)) {
     stopped_ = true;
     stop_string_ = *stop;
-    channel_->cancel();
+    channel_->stop(n_tokens_);
     add_content(held_.substr(0, at), piece);
     held_.clear();
     return;
@@ -225,12 +235,11 @@ void Reply::require_success() const {
 }
 
 Json usage_of(const std::vector<Reply>& replies) {
-  int64_t n_reply = 0, n_reused = 0;
-  for (const Reply& reply : replies) {
-    n_reply += reply.n_tokens();
-    n_reused = std::max(n_reused, reply.result().timings.reused_tokens);
-  }
+  int64_t n_reply = 0;
+  for (const Reply& reply : replies) n_reply += reply.n_tokens();
   const int64_t n_prompt = replies.front().result().timings.prompt_tokens;
+  // What the others found in the caches was computed for the first.
+  const int64_t n_reused = replies.front().result().timings.reused_tokens;
   return {{"prompt_tokens", n_prompt},
           {"completion_tokens", n_reply},
           {"total_tokens", n_prompt + n_reply},

@@ -41,6 +41,7 @@ struct Generation {
   int64_t max_new = INT64_MAX;
   std::vector<std::string> stops;
   int n = 1;
+  std::string prompt_field = "prompt";   // of the request, for errors
   bool has_bans = false;                 // the client's, by logit_bias
   // Of chats: thoughts and calls are told apart from content.
   bool is_chat = false;
@@ -49,7 +50,7 @@ struct Generation {
   bool finds_calls = false;
   std::vector<std::string> tool_names;   // of these
   int64_t thought_budget = INT64_MAX;    // tokens, then the thought is closed
-  std::vector<std::string> warnings;     // of the request, what could not be expressed as it was asked
+  std::vector<std::string> warnings;     // of the request, what could not be expressed as it was asked, or was ignored
   std::shared_ptr<const CompiledConstraint> content = nullptr;   // what the reply must be, behind its thoughts; null: anything
 };
 
@@ -58,8 +59,8 @@ Generation read_generation(const Fields& fields, const ServedModel& model);
 
 // Ids of a text that may not be too long to be looked at. Throws ApiError(400).
 std::vector<int32_t> encode_text(const ServedModel& model, const std::string& text, bool with_bos);
-// The same for what does not fit, before anything is computed of it.
-void require_length(const ServedModel& model, size_t n_bytes);
+// The same for what does not fit, before anything is computed of it. field: where the text came from, for the error.
+void require_length(const ServedModel& model, size_t n_bytes, const std::string& field);
 
 // What a chunk of a reply brought.
 struct ReplyPiece {

@@ -75,7 +75,7 @@ std::string in_words(const Json& value) {
       shown.resize(shown.size() - incomplete_suffix(shown));
       return fmt::format("the text {}{}", quote(shown), text.size() > kShownBytes ? "..." : "");
     }
-    case Json::value_t::array: return "an array";
+    case Json::value_t::array: return value.empty() ? "an empty array" : fmt::format("an array of {}", value.size());
     case Json::value_t::object: return "an object";
     default: return fmt::format("the number {}", value.dump());
   }

@@ -1,4 +1,6 @@
 // POST /v1/messages and /v1/messages/count_tokens: Anthropic's API. Its messages become OpenAI's, its reply is made of blocks.
+#include <set>
+
 #include <fmt/format.h>
 
 #include "server/api.h"
@@ -39,16 +41,9 @@ std::string text_of(const Json& value, const std::string& where) {
   return text;
 }
 
-bool is_call_in(const Json& messages, const std::string& id) {
-  for (const Json& message : messages)
-    if (const auto calls = message.find("tool_calls"); calls != message.end())
-      for (const Json& call : *calls)
-        if (call["id"] == id) return true;
-  return false;
-}
-
 // One message's blocks as OpenAI's messages: results of tools first, then the rest.
-void add_blocks(const std::string& role, const Json& content, const std::string& where, Json& messages) {
+// known: the ids of calls so far.
+void add_blocks(const std::string& role, const Json& content, const std::string& where, Json& messages, std::set<std::string>& known) {
   std::string text, reasoning;
   Json calls = Json::array();
   for (const Json& block : content) {
@@ -63,13 +58,14 @@ void add_blocks(const std::string& role, const Json& content, const std::string&
       continue;   // nobody can read it
     } else if (type == "tool_use" && role == "assistant") {
       const Json* input = fields.object("input");
+      known.insert(fields.required_string("id"));
       calls.push_back({{"id", fields.required_string("id")},
                        {"type", "function"},
                        {"function", {{"name", fields.required_string("name")}, {"arguments", to_line(input == nullptr ? Json::object() : *input)}}}});
     } else if (type == "tool_result" && role == "user") {
       const Json* result = fields.find("content");
       const std::string id = fields.required_string("tool_use_id");
-      if (!is_call_in(messages, id)) refuse(where + ".tool_use_id", fmt::format("is {}, the id of a tool_use before it was expected", quote(id)));
+      if (!known.contains(id)) refuse(where + ".tool_use_id", fmt::format("is {}, the id of a tool_use before it was expected", quote(id)));
       // The model's formats have no other place for it.
       const char* const begin = fields.boolean("is_error", false) ? "Error: " : "";
       messages.push_back({{"role", "tool"}, {"tool_call_id", id}, {"content", begin + (result == nullptr ? "" : text_of(*result, where + ".content"))}});
@@ -125,6 +121,7 @@ Conversation read_messages(const Fields& fields) {
   }
   const Json* messages = fields.array("messages");
   if (messages == nullptr || messages->empty()) fields.refuse("messages", "an array of at least one message");
+  std::set<std::string> calls;
   for (size_t i = 0; i < messages->size(); ++i) {
     const Json& message = (*messages)[i];
     const std::string where = fmt::format("messages.{}", i);
@@ -137,7 +134,7 @@ Conversation read_messages(const Fields& fields) {
     if (content->is_string()) {
       conversation.messages.push_back({{"role", role}, {"content", *content}});
     } else {
-      add_blocks(role, *content, where + ".content", conversation.messages);
+      add_blocks(role, *content, where + ".content", conversation.messages, calls);
     }
     if (i + 1 == messages->size() && role == "assistant")
       refuse(where + ".role", "is assistant; a conversation must end with a user's message, since this server does not go on with a reply");
@@ -146,6 +143,7 @@ Conversation read_messages(const Fields& fields) {
   if (const Json* output = fields.object("output_config"))
     if (const Json* format = Fields(*output, "output_config.").object("format"))
       conversation.form = read_reply_form(*format, "output_config.format");
+  if (const Json* format = fields.object("output_format")) conversation.form = read_reply_form(*format, "output_format");   // as it was called first
   if (const Json* thinking = fields.object("thinking")) {
     const Fields each(*thinking, "thinking.");
     const std::string type = each.required_string("type");

@@ -1,4 +1,5 @@
 // POST /v1/responses: OpenAI's later API. Its items become messages, its reply is made of items. Nothing is stored.
+#include <set>
 #include <utility>
 
 #include <fmt/format.h>
@@ -42,9 +43,9 @@ std::string text_of(const Json& value, const std::string& where) {
     if (!part.is_object()) refuse(where, fmt::format("holds {}, parts were expected", in_words(part)));
     const Fields fields(part, where + ".");
     const std::string type = fields.required_string("type");
-    if (type != "input_text" && type != "output_text" && type != "text" && type != "reasoning_text" && type != "summary_text")
+    if (type != "input_text" && type != "output_text" && type != "text" && type != "reasoning_text" && type != "summary_text" && type != "refusal")
       refuse(where, fmt::format("holds a part of type {}, only texts can be read here", quote(type)));
-    text += fields.required_string("text");
+    text += fields.required_string(type == "refusal" ? "refusal" : "text");
   }
   return text;
 }
@@ -55,7 +56,8 @@ Json& assistant_message(Json& messages) {
   return messages.back();
 }
 
-void add_item(const Json& item, const std::string& where, Json& messages) {
+// calls: the ids of those so far.
+void add_item(const Json& item, const std::string& where, Json& messages, std::set<std::string>& calls) {
   if (!item.is_object()) refuse(where, fmt::format("is {}, an object was expected", in_words(item)));
   const Fields fields(item, where + ".");
   const std::string type = fields.string("type").value_or("message");
@@ -72,6 +74,7 @@ void add_item(const Json& item, const std::string& where, Json& messages) {
       messages.push_back({{"role", role}, {"content", text}});
     }
   } else if (type == "function_call") {
+    calls.insert(fields.required_string("call_id"));
     assistant_message(messages)["tool_calls"].push_back(
         {{"id", fields.required_string("call_id")},
          {"type", "function"},
@@ -79,7 +82,9 @@ void add_item(const Json& item, const std::string& where, Json& messages) {
   } else if (type == "function_call_output") {
     const Json* output = fields.find("output");
     if (output == nullptr) fields.refuse("output", "a text or an array of parts");
-    messages.push_back({{"role", "tool"}, {"tool_call_id", fields.required_string("call_id")}, {"content", text_of(*output, where + ".output")}});
+    const std::string id = fields.required_string("call_id");
+    if (!calls.contains(id)) refuse(where + ".call_id", fmt::format("is {}, the call_id of a function_call before it was expected", quote(id)));
+    messages.push_back({{"role", "tool"}, {"tool_call_id", id}, {"content", text_of(*output, where + ".output")}});
   } else if (type == "reasoning") {
     if (const Json* content = fields.array("content")) assistant_message(messages)["reasoning_content"] = text_of(*content, where + ".content");
   } else {
@@ -89,6 +94,7 @@ void add_item(const Json& item, const std::string& where, Json& messages) {
 
 Conversation read_input(const Fields& fields) {
   Conversation conversation;
+  conversation.field = "input";
   conversation.messages = Json::array();
   if (const std::optional<std::string> instructions = fields.string("instructions"))
     conversation.messages.push_back({{"role", "system"}, {"content", *instructions}});
@@ -97,7 +103,8 @@ Conversation read_input(const Fields& fields) {
   if (input->is_string()) {
     conversation.messages.push_back({{"role", "user"}, {"content", *input}});
   } else {
-    for (size_t i = 0; i < input->size(); ++i) add_item((*input)[i], fmt::format("input.{}", i), conversation.messages);
+    std::set<std::string> calls;
+    for (size_t i = 0; i < input->size(); ++i) add_item((*input)[i], fmt::format("input.{}", i), conversation.messages, calls);
   }
   for (const char* name : {"previous_response_id", "conversation", "prompt"})
     if (fields.has(name)) refuse(name, "is given, but this server stores nothing: send the whole conversation as input");

@@ -42,6 +42,7 @@ ReplyForm read_reply_form(const Json& format, const std::string& field) {
   if (type == "regex") return {Kind::kRegex, fields.required_string("pattern"), field};
   if (type != "json_schema") fields.refuse("type", "text, json_object, json_schema or regex");
   const Json* schema = fields.object("json_schema");
+  if (schema == nullptr && !fields.has("schema") && field == "response_format") fields.refuse("json_schema", "an object with the schema");   // others have it here
   const Fields inner = schema == nullptr ? fields : Fields(*schema, field + ".json_schema.");
   if (const Json* object = inner.object("schema")) return {Kind::kJsonSchema, to_line(*object), inner.path_of("schema")};
   inner.refuse("schema", "an object");
