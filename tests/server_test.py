@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ import threading
 import time
 import unittest
 
-from cli_support import (BOS, CHANNEL, CHANNEL_END, EOS, GEMMA3, GEMMA4_SPECIAL, GEMMA4_TOOLS, SMOLLM2, TURN_END, Program,
+from cli_support import (BOS, CHANNEL, CHANNEL_END, EOS, GEMMA3, GEMMA4_SPECIAL, GEMMA4_TOOLS, IM_END, SMOLLM2, TURN_END, Program,
                          make_speaking_model, wait_until)
 from server_support import SKIPPED, Server, clients_python
 
@@ -163,6 +164,7 @@ class ClientTest(ServerTest):
         self.assertEqual(client.completions.create(model="tiny", prompt="Once", max_tokens=0).choices[0].text, "")
 
     def test_models_and_tokens(self):
+        import openai
         client = openai_client(self.server)
         self.assertEqual([model.id for model in client.models.list()], ["tiny"])
         self.assertEqual(client.models.retrieve("tiny").object, "model")
@@ -170,6 +172,17 @@ class ClientTest(ServerTest):
         status, answer = self.server.post("/tokenize", {"content": text})
         self.assertEqual((status, answer["count"]), (200, len(text.encode())))     # no token for what only spells one
         self.assertEqual(self.server.post("/detokenize", {"tokens": answer["tokens"]})[1]["content"], text)
+        # With special tokens: there and back.
+        answer = self.server.post("/tokenize", {"content": text, "parse_special": True})[1]
+        self.assertEqual(answer["tokens"][-1], IM_END)
+        self.assertEqual(self.server.post("/detokenize", {"tokens": answer["tokens"]})[1]["content"], text)
+        self.assertEqual(self.server.post("/detokenize", {"tokens": answer["tokens"], "show_special": False})[1]["content"], text.removesuffix("<|im_end|>"))
+        # By these a request is named in the packages.
+        self.assertRegex(client.models.with_raw_response.list().headers["x-request-id"], "^req_")
+        self.assertRegex(client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1)._request_id, "^req_")
+        with self.assertRaises(openai.NotFoundError) as caught:
+            client.models.retrieve("another")
+        self.assertRegex(caught.exception.request_id, "^req_")
 
     def test_errors_have_their_types(self):
         import openai
@@ -297,6 +310,17 @@ class AnthropicTest(ServerTest):
                            max_tokens=1, tools=[{"type": "function", "function": {"name": "f", "description": "d", "parameters": tools[0]["input_schema"]}}])
         self.assertEqual(client.messages.count_tokens(**fields).input_tokens, openai["usage"]["prompt_tokens"])
 
+    def test_models(self):
+        import anthropic
+        client = self.client()
+        models = list(client.models.list())
+        self.assertEqual([(model.id, model.type, model.display_name, model.created_at.year > 2020) for model in models], [("tiny", "model", "tiny", True)])
+        self.assertEqual(client.models.retrieve("tiny").type, "model")
+        with self.assertRaises(anthropic.NotFoundError) as caught:
+            client.models.retrieve("another")
+        self.assertEqual(caught.exception.body["error"]["type"], "not_found_error")
+        self.assertRegex(caught.exception.request_id, "^req_")
+
     def test_errors_have_their_types(self):
         import anthropic
         client = self.client()
@@ -321,7 +345,7 @@ class RequestTest(ServerTest):
     def test_wrong_values_name_their_field(self):
         wrong = {"temperature": ["hot", [], {}, True, -1, 101], "top_p": ["x", 2, -0.5], "top_k": [1.5, "x", 2**63, -2],
                  "min_p": [7], "presence_penalty": [3, "x"], "frequency_penalty": [-3], "repetition_penalty": [0],
-                 "max_tokens": [0, -1, 1.5, "x", 2**63, []], "n": [0, 17, "x"], "stream": ["true", 1, []],
+                 "max_tokens": [0, -1, 1.5, "x", 2**63, []], "n": [0, 129, "x"], "stream": ["true", 1, []],
                  "stream_options": ["x", []], "stop": [1, {}, [1], ["a"] * 17], "seed": ["x", 1.5, 2**64],
                  "logprobs": [5, "x"], "top_logprobs": [21, -1, "x"], "tools": [{}, "x"], "tool_choice": ["always", 5],
                  "logit_bias": [[], {"5": "x"}, {"x": 1}, {"999": 1}, {"5": 101}], "response_format": ["x", {"type": "json"}],
@@ -334,7 +358,23 @@ class RequestTest(ServerTest):
         for value in (5, {}, [], [[]], [{}], "", [1.5], [999], ["a", 5]):
             with self.subTest(prompt=value):
                 self.refused("/v1/completions", {"prompt": value}, "prompt")
-        self.refused("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "king")
+        for messages, field, *words in (
+                ([{"role": "king", "content": "x"}], "messages.0.role", "king"), ([5], "messages.0", "number 5"), ([{"content": "x"}], "messages.0.role", "missing"),
+                (HELLO + [{"role": "user", "content": 5}], "messages.1.content", "number 5"), ([{"role": "user", "content": ["x"]}], "messages.0.content.0", "object"),
+                ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text", "missing"),
+                ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages.0", "only text"),
+                (HELLO + [{"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}], "messages.1", "name"),
+                (HELLO + [{"role": "tool", "tool_call_id": "b", "content": "x"}], "messages.1.tool_call_id", "'b'")):
+            with self.subTest(messages=messages):
+                self.refused("/v1/chat/completions", {"messages": messages}, f"'{field}'", *words, param=field)
+        self.refused("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "b", "output": "x"}]}, "'b'", param="input.0.call_id")
+        # How many came.
+        self.refused("/v1/chat/completions", {"messages": HELLO, "stop": ["a"] * 17}, "an array of 17")
+        self.refused("/v1/completions", {"prompt": ["a"] * 257}, "an array of 257")
+        # Of a prompt that is too long, too.
+        for path, field, long in (("/v1/chat/completions", "messages", HELLO[:0] + [{"role": "user", "content": "x" * 600}]), ("/v1/completions", "prompt", "x" * 600),
+                                  ("/v1/responses", "input", "x" * 600), ("/v1/completions", "prompt", "\n" * 2**20)):
+            self.refused(path, {field: long}, "512", param=field)
         self.refused("/v1/chat/completions", {}, "messages", "missing")
         for value in (None, ):
             self.chat(max_tokens=1, temperature=value, stop=value, seed=value, stream=value, n=value, tools=value)
@@ -415,10 +455,81 @@ class RequestTest(ServerTest):
                             (b'{"a": "\xed\xa0\x80"}', "byte 7")):
             with self.subTest(body=body[:20]):
                 self.refused("/v1/chat/completions", body, words)
-        self.assertEqual(self.server.request("GET", "/v1/chat/completions")[0], 405)
-        self.assertEqual(self.server.request("POST", "/v1/models")[0], 405)
+        for method, path, allowed in (("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET, HEAD"), ("OPTIONS", "/v1/models", "GET, HEAD"),
+                                      ("DELETE", "/tokenize", "POST"), ("POST", "/health", "GET, HEAD"), ("PUT", "/", "GET, HEAD")):
+            status, headers, _ = self.server.request(method, path)
+            self.assertEqual((status, headers["Allow"]), (405, allowed))
         self.assertEqual(self.server.request("GET", "/nothing")[0], 404)
-        self.assertEqual(self.server.request("OPTIONS", "/v1/models")[0], 405)
+        for coding in ("gzip", "br, gzip"):
+            status, _, answer = self.server.request("POST", "/tokenize", b"\x1f\x8b", headers={"Content-Encoding": coding})
+            self.assertEqual(status, 415)
+            self.assertIn(coding, answer["error"]["message"])
+        self.assertEqual(self.server.request("POST", "/tokenize", {"content": "x"}, headers={"Content-Encoding": "identity"})[0], 200)
+
+    def test_targets_as_proxies_send_them(self):
+        def get(target, host="localhost"):
+            with self.server.connect() as connection:
+                connection.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                return int(connection.makefile("rb").read().split()[1])
+        self.assertEqual([get(target) for target in ("http://localhost:99/v1/models", "HTTP://127.0.0.1/health?x=1", "http://localhost", "http://localhost/nothing", "/v1/models/")],
+                         [200, 200, 200, 404, 200])
+        # The host within it is the one that counts.
+        self.assertEqual((get("http://evil.example/v1/models"), get("http://localhost/v1/models", "evil.example")), (403, 200))
+
+    def test_a_page_of_elsewhere_can_not_make_the_server_compute(self):
+        """A simple POST needs no preflight; a page could send it to any address, though not read the answer."""
+        def post(server, headers, path="/v1/completions"):
+            return server.request("POST", path, {"prompt": "x", "max_tokens": 1}, headers={"Content-Type": "text/plain"} | headers)
+        own = f"http://127.0.0.1:{self.server.port}"
+        for headers, right in (({}, True), ({"Origin": own}, True), ({"Origin": own.upper()}, True), ({"Origin": own, "Sec-Fetch-Site": "same-origin"}, True),
+                               ({"Origin": "https://page.example", "Sec-Fetch-Site": "same-origin"}, True),     # a proxy with a name of its own
+                               ({"Origin": "http://evil.example"}, False), ({"Origin": "null"}, False), ({"Origin": "http://127.0.0.1:1"}, False),
+                               ({"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}, False), ({"Sec-Fetch-Site": "cross-site"}, False),
+                               ({"Origin": own + ".evil.example"}, False), ({"Origin": "http://localhost:1", "Sec-Fetch-Site": "same-site"}, False)):
+            with self.subTest(headers=headers):
+                status, _, answer = post(self.server, headers)
+                self.assertEqual(status, 200 if right else 403, answer)
+                self.assertEqual(post(self.server, headers, "/v1/messages")[0], 400 if right else 403)
+                self.assertEqual(self.server.request("GET", "/v1/models", headers=headers)[0], 200)     # which costs nothing, and can not be read
+        with Server(beryl, self.model, *self.arguments, "--cors", "http://a.example") as server:
+            self.assertEqual([post(server, {"Origin": origin, "Sec-Fetch-Site": "cross-site"})[0] for origin in ("http://a.example", "http://b.example")], [200, 403])
+        with Server(beryl, self.model, *self.arguments, "--cors", "*") as server:
+            self.assertEqual(post(server, {"Origin": "null", "Sec-Fetch-Site": "cross-site"})[0], 200)
+
+    def test_what_is_ignored_is_said(self):
+        for path, body in (("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1}), ("/v1/messages", {"messages": HELLO, "max_tokens": 1}),
+                           ("/v1/responses", {"input": "x", "max_output_tokens": 16})):
+            answer = self.server.post(path, body | {"container": "x", "web_search_options": {}, "verbosity": None, "ignore_eos": False})[1]
+            self.assertEqual([words.split()[0] for words in answer["warnings"]], ["'container'", "'web_search_options'"])
+        texts = [self.chat(max_tokens=30, temperature=0, **penalty)["choices"][0]["message"]["content"] for penalty in ({}, {"repeat_penalty": 3}, {"repetition_penalty": 3})]
+        self.assertEqual(texts[1], texts[2])
+        self.assertNotEqual(texts[0], texts[1])
+        self.refused("/v1/chat/completions", {"messages": HELLO, "repeat_penalty": 0}, param="repeat_penalty")
+
+    def test_counts_are_those_of_the_answers(self):
+        """Of a reply that a stop string has ended, too; and of one prompt for several replies."""
+        text = self.chat(max_tokens=200, seed=3)["choices"][0]["message"]["content"]
+        self.wait_until_idle()
+        before = self.server.metrics()
+        answer = self.chat(max_tokens=200, seed=3, stop=[text[10:13]])
+        self.wait_until_idle()
+        after = self.server.metrics()
+        changed = {name: after[name] - before[name] for name in before if after[name] != before[name] and name.startswith(("requests_total", "reply_tokens"))}
+        self.assertEqual(changed, {'requests_total{finish="stop"}': 1, "reply_tokens_total": answer["usage"]["completion_tokens"]})
+        self.assertEqual(answer["timings"]["predicted_n"], answer["usage"]["completion_tokens"])
+        for expected in (0, 128):
+            answer = self.chat([{"role": "user", "content": "never seen before " * 8}], max_tokens=2, n=3)
+            self.assertEqual(answer["usage"]["prompt_tokens_details"]["cached_tokens"], expected)
+
+    def test_parts_of_characters_have_names_of_their_own(self):
+        answer = self.server.post("/v1/completions", {"prompt": "x", "max_tokens": 20, "logprobs": 20, "logit_bias": {"231": 60, "249": -100, "250": -100}})[1]
+        logprobs = answer["choices"][0]["logprobs"]
+        self.assertIn(r"bytes:\xe7", logprobs["tokens"])
+        for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"]):
+            self.assertGreaterEqual(len(top), 20)            # no two under one name
+            self.assertIn(token, top)
+            self.assertNotIn("\ufffd", top)
+        self.assertEqual(self.server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "logprobs": 0, "logit_bias": {"65": 100}})[1]["choices"][0]["logprobs"]["tokens"], ["A"])
 
     def test_what_is_too_large_is_refused_before_it_is_looked_at(self):
         error = self.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": "\n" * 2**20}]}, "512")
@@ -521,9 +632,14 @@ class RequestTest(ServerTest):
                                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "no"} | result]}]})
         self.assertEqual(count(is_error=True)[1]["input_tokens"] - count()[1]["input_tokens"], len("Error: "))
         self.assertEqual((count(is_error="x")[0], count(tool_use_id="b")[0]), (400, 400))
+        # Many replies, as the original has it.
+        self.assertEqual(len(self.chat(n=128, max_tokens=1)["choices"]), 128)
         # A refusal's words are its text.
         plain = self.chat([*HELLO, {"role": "assistant", "content": "No."}, *HELLO], max_tokens=1)["usage"]["prompt_tokens"]
-        self.assertEqual(self.chat([*HELLO, {"role": "assistant", "content": None, "refusal": "No."}, *HELLO], max_tokens=1)["usage"]["prompt_tokens"], plain)
+        for refused in ({"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}):
+            self.assertEqual(self.chat([*HELLO, {"role": "assistant"} | refused, *HELLO], max_tokens=1)["usage"]["prompt_tokens"], plain)
+        said = [*HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *HELLO]
+        self.assertEqual(self.server.post("/v1/responses", {"input": said, "max_output_tokens": 16})[1]["usage"]["input_tokens"], plain)
 
     def test_arguments_that_are_no_json_are_read_all_the_same(self):
         """A model has written them so, and a client sends back what it got."""
@@ -536,7 +652,7 @@ class RequestTest(ServerTest):
         self.assertEqual(self.server.post("/v1/responses", {"input": items, "max_output_tokens": 1})[0], 200)
         for wrong in (5, [1], True):
             self.refused("/v1/chat/completions", {"messages": [*HELLO, {"role": "assistant", "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "f", "arguments": wrong}}]}]}, "message 1", "arguments")
+                {"id": "a", "type": "function", "function": {"name": "f", "arguments": wrong}}]}]}, "'messages.1'", "arguments")
 
     def test_what_a_client_bans_is_no_fault_of_the_server(self):
         body = {"messages": HELLO, "max_tokens": 3, "logit_bias": {str(id): -100 for id in range(256)}}
@@ -686,6 +802,7 @@ class StructuredTest(ServerTest):
         self.assert_person(whole.content[0].text)
         with client.messages.stream(**fields, output_config=form) as stream:
             self.assertEqual("".join(stream.text_stream), whole.content[0].text)
+        self.assert_person(self.server.post("/v1/messages", {"messages": HELLO, "max_tokens": 3000, "output_format": form["format"]})[1]["content"][0]["text"])
         for choice in ({"type": "any"}, {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_time"}):
             answer = client.messages.create(**fields, tools=tools, tool_choice=choice)
             self.assertEqual((answer.stop_reason, {block.type for block in answer.content}), ("tool_use", {"tool_use"}))
@@ -726,7 +843,8 @@ class StructuredTest(ServerTest):
                 (form({"enum": [f"value {i}" for i in range(50_000)]}), "response_format.json_schema.schema", "large"),
                 ({"messages": HELLO, "response_format": {"type": "regex", "pattern": "("}}, "response_format", "bracket"),
                 ({"messages": HELLO, "response_format": {"type": "regex", "pattern": "[a-z]*" * 201}}, "response_format", "more than 200 repetitions"),
-                ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.schema", "missing"),
+                ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+                ({"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema", "missing"),
                 ({"messages": HELLO, "tool_choice": "required"}, "tool_choice", "no tools"),
                 ({"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
                 ({"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type", "allowed_tools"),
@@ -889,6 +1007,56 @@ class LeavingTest(ServerTest):
         connection.close()
         self.assertEqual(server.process.wait(60), 0)
         server.__exit__(None)
+
+
+    def test_a_second_signal_ends_it_as_that_signal_does(self):
+        for first, second in ((signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)):
+            server = Server(beryl, self.model, *self.arguments)
+            connection = server.send_post("/v1/chat/completions", self.long | {"stream": True})
+            connection.recv(4096)
+            server.process.send_signal(first)
+            self.assertIn(b"Finishing", server.process.stderr.readline())
+            server.process.send_signal(second)
+            self.assertEqual(server.process.wait(60), 128 + second)
+            connection.close()
+            server.process.stderr.close()
+            server.process.stdout.close()
+
+    def test_there_are_no_more_connections_than_files(self):
+        def limited(soft, hard):
+            class Limited(Program):
+                def start(self, *arguments):
+                    return super().start(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+            return Server(Limited(beryl.path), self.model, *self.arguments)
+        # What may be raised is.
+        with limited(64, 1024) as server:
+            self.assertNotIn("--connections", "".join(server.lines))
+            soft = pathlib.Path(f"/proc/{server.process.pid}/limits").read_text().split("Max open files")[1].split()[0]
+            self.assertGreater(int(soft), 64)
+        # Otherwise fewer are let in, the others hear so at once, and nothing is left hanging.
+        with limited(128, 128) as server:
+            told = [line for line in server.lines if "--connections" in line]
+            self.assertEqual(len(told), 1, server.lines)
+            self.assertRegex(told[0], r"--connections 128 .* \d+ are let in")
+            most = int(told[0].split()[-4])
+            self.assertIn(most, range(5, 100))
+            connections = [server.connect() for _ in range(most + 4)]
+            answers = []
+            for connection in connections:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answers.append(connection.recv(1 << 16)[9:12])
+            self.assertEqual((answers.count(b"200") >= most, set(answers) <= {b"200", b"503"}), (True, True), answers)
+            crowd = [server.connect() for _ in range(150)]       # more than there are files
+            used = lambda: sum(map(int, pathlib.Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+            begin = used()
+            time.sleep(2)
+            self.assertLess(used() - begin, 100)                 # of 200 hundredths of a second
+            for connection in connections + crowd:
+                connection.close()
+            wait_until(lambda: self.chat(server=server, max_tokens=2, response_format={"type": "regex", "pattern": "ab"})["choices"][0]["message"]["content"] == "ab")
+        done = beryl("serve", self.model, "--port", "0", "--device", "cpu", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)))
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn(b"ulimit -n", done.stderr.splitlines()[-1])
 
 
 class LoadTest(ServerTest):

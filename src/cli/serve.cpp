@@ -73,9 +73,10 @@ class EndSignals {
     int signal = 0;
     sigwait(&set_, &signal);
   }
-  bool came_within(std::chrono::milliseconds time) const {
+  // The signal; 0: none.
+  int come_within(std::chrono::milliseconds time) const {
     const timespec limit = {time.count() / 1000, time.count() % 1000 * 1'000'000};
-    return sigtimedwait(&set_, nullptr, &limit) > 0;
+    return std::max(sigtimedwait(&set_, nullptr, &limit), 0);
   }
 
  private:
@@ -154,7 +155,10 @@ int serve(const ServeOptions& options) {
   if (!hosts.empty()) hosts.insert(hosts.end(), options.hosts.begin(), options.hosts.end());
   server::Api api(served, {options.keys, hosts, options.cors_origin, static_cast<size_t>(options.max_body_bytes)});
   server::HttpLimits http;
-  http.max_connections = static_cast<int>(options.max_connections);
+  http.max_connections = server::affordable_connections(static_cast<int>(options.max_connections));
+  if (http.max_connections < options.max_connections)
+    print_warning(fmt::format("--connections {} are more than the files that this process may have allow (ulimit -n); {} are let in", options.max_connections,
+                              http.max_connections));
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
   server::HttpServer listener(options.host, static_cast<int>(options.port), http, api.handlers());
   start_thread("a thread for a connection", [] {}).join();   // every client needs one: without any the server would be of no use
@@ -181,7 +185,8 @@ int serve(const ServeOptions& options) {
   std::vector<std::jthread> drain = start_helpers(2, finish);
   if (drain.empty()) finish(0);   // the system has no thread for it now; a second Ctrl-C waits
   while (!drained)
-    if (signals.came_within(std::chrono::milliseconds(50)) && !drained) std::_Exit(kExitInterrupted);
+    if (const int signal = signals.come_within(std::chrono::milliseconds(50)); signal != 0 && !drained)
+      std::_Exit(128 + signal);   // as a shell reports a program that it ended
   drain.clear();
   return 0;
 }

@@ -1,13 +1,15 @@
 #include "server/api.h"
 
 #include <algorithm>
-#include <cctype>
+#include <ctime>
 #include <random>
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include "base/error.h"
 #include "server/page.h"
+#include "server/request_framing.h"
 #include "text/utf8.h"
 #include "weights/quote.h"
 
@@ -26,11 +28,6 @@ bool same_text(std::string_view given, std::string_view key) {
   return difference == 0;
 }
 
-std::string lower_case(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  return text;
-}
-
 std::string error_type(int status) {
   switch (status) {
     case 401: return "authentication_error";
@@ -42,10 +39,19 @@ std::string error_type(int status) {
   }
 }
 
-bool is_anthropic(const HttpRequest& request) { return request.path.starts_with("/v1/messages"); }
+bool is_anthropic(const HttpRequest& request) {
+  return request.path.starts_with("/v1/messages") || !request.header("anthropic-version").empty();
+}
+
+ApiError wrong_method(const HttpRequest& request, const char* right, const char* allow) {
+  ApiError error(405, fmt::format("{} takes {}, not {}", request.path, right, quote(request.method)));
+  error.allow = allow;
+  return error;
+}
 
 HttpResponse error_response(const ApiError& error, bool anthropic) {
   HttpResponse response = json_response(anthropic ? anthropic_error(error) : openai_error(error), error.status);
+  if (!error.allow.empty()) response.headers.emplace_back("Allow", error.allow);
   if (error.status == 503) response.headers.emplace_back("Retry-After", "1");
   if (error.status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
   return response;
@@ -176,6 +182,11 @@ HttpResponse Api::answer_too_large(const HttpRequest& request) {
   return finish(error_response(error, is_anthropic(request)));
 }
 
+HttpResponse Api::answer_malformed(const HttpRequest& request, int status, const std::string& what) {
+  ++n_requests_;
+  return finish(error_response(ApiError(status, what), is_anthropic(request)));
+}
+
 std::optional<HttpResponse> Api::refuse(const HttpRequest& request) {
   try {
     require_admission(request);
@@ -188,14 +199,15 @@ std::optional<HttpResponse> Api::refuse(const HttpRequest& request) {
 
 HttpHandlers Api::handlers() {
   return {[this](HttpRequest& request) { return answer(request); }, [this](const HttpRequest& request) { return refuse(request); },
-          [this](const HttpRequest& request) { return answer_too_large(request); }};
+          [this](const HttpRequest& request) { return answer_too_large(request); },
+          [this](const HttpRequest& request, int status, const std::string& what) { return answer_malformed(request, status, what); }};
 }
 
 bool Api::has_key(const HttpRequest& request) const {
   if (options_.keys.empty()) return true;
   std::string_view given = request.header("authorization");
   constexpr std::string_view kScheme = "bearer ";   // schemes have no case
-  if (lower_case(std::string(given.substr(0, kScheme.size()))) == kScheme) {
+  if (lower_case(given.substr(0, kScheme.size())) == kScheme) {
     given.remove_prefix(kScheme.size());
   } else {
     given = request.header("x-api-key");
@@ -218,6 +230,16 @@ bool Api::is_called_by_name(const HttpRequest& request) const {
   if (const size_t colon = host.find(':', host.starts_with('[') ? std::min(host.find(']'), host.size()) : 0); colon != std::string::npos)
     host.resize(colon);
   return std::find(hosts_.begin(), hosts_.end(), lower_case(host)) != hosts_.end();
+}
+
+bool Api::is_from_elsewhere(const HttpRequest& request) const {
+  const std::string_view site = request.header("sec-fetch-site");
+  const std::string origin = lower_case(request.header("origin"));
+  const std::string& cors = options_.cors_origin;
+  if (site == "same-origin" || cors == "*" || (!origin.empty() && origin == lower_case(cors))) return false;
+  if (origin.empty()) return site == "cross-site";   // no browser; or one that has not told, of a request that a page can not make alone
+  const size_t host = origin.find("://");
+  return host == std::string::npos || std::string_view(origin).substr(host + 3) != lower_case(request.header("host"));
 }
 
 HttpResponse Api::answer(HttpRequest& request) {
@@ -244,6 +266,10 @@ HttpResponse Api::finish(HttpResponse response) {
     response.headers.emplace_back("Access-Control-Allow-Origin", options_.cors_origin);
     response.headers.emplace_back("Vary", "Origin");
   }
+  // By which the two companies' packages name a request.
+  const std::string id = random_id("req_");
+  response.headers.emplace_back("x-request-id", id);
+  response.headers.emplace_back("request-id", id);
   if (draining_) response.headers.emplace_back("Connection", "close");
   return response;
 }
@@ -258,7 +284,11 @@ void Api::require_admission(const HttpRequest& request) const {
   if ((request.path == "/health" && get) || is_preflight(request)) return;
   if (request.busy) throw ApiError(503, "too many connections: try again later");
   if (request.path == "/" && get) return;
+  if (!get && is_from_elsewhere(request))
+    throw ApiError(403, fmt::format("a web page of {} may not ask this server: --cors lets one in", request.header("origin").empty() ? "elsewhere" : quote(request.header("origin"))));
   if (!has_key(request)) throw ApiError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", "", "invalid_api_key");
+  if (const std::string_view coding = request.header("content-encoding"); !get && !coding.empty() && lower_case(coding) != "identity")
+    throw ApiError(415, fmt::format("the body is in the coding {}, which this server does not read: send it as it is", quote(coding)));
 }
 
 HttpResponse Api::route(HttpRequest& request) {
@@ -280,8 +310,8 @@ HttpResponse Api::route(HttpRequest& request) {
   if (path == "/" && get) return answer_page(request);
 
   const bool is_model = path.starts_with("/v1/models/");
-  if (path == "/v1/models" || is_model || path == "/metrics") {
-    if (!get) throw ApiError(405, fmt::format("{} takes GET, not {}", path, quote(request.method)));
+  if (path == "/v1/models" || is_model || path == "/metrics" || path == "/health" || path == "/") {
+    if (!get) throw wrong_method(request, "GET", "GET, HEAD");
     return path == "/metrics" ? metrics() : models(request);
   }
   const std::pair<std::string_view, Answer> posts[] = {{"/v1/completions", &answer_completion},
@@ -292,7 +322,7 @@ HttpResponse Api::route(HttpRequest& request) {
   const auto post = std::find_if(std::begin(posts), std::end(posts), [&](const auto& each) { return each.first == path; });
   const bool tokens = path == "/tokenize" || path == "/detokenize";
   if (post == std::end(posts) && !tokens) throw ApiError(404, fmt::format("there is no {}", quote(path)));
-  if (request.method != "POST") throw ApiError(405, fmt::format("{} takes POST, not {}", path, quote(request.method)));
+  if (request.method != "POST") throw wrong_method(request, "POST", "POST");
   const Json body = parse_object(request.body);
   request.body = std::string();
   if (tokens) return path == "/tokenize" ? tokenize(body) : detokenize(body);
@@ -304,12 +334,20 @@ HttpResponse Api::health() const {
 }
 
 HttpResponse Api::models(const HttpRequest& request) const {
-  const Json model = {{"id", model_.id}, {"object", "model"}, {"created", model_.created}, {"owned_by", "beryl"},
-                      {"context_length", model_.engine.context()}};
-  if (request.path == "/v1/models") return json_response({{"object", "list"}, {"data", Json::array({model})}});
-  const std::string id = request.path.substr(std::string_view("/v1/models/").size());
-  if (id != model_.id) throw ApiError(404, fmt::format("there is no model {}, only {}", quote(id), quote(model_.id)), "model", "model_not_found");
-  return json_response(model);
+  const bool anthropic = is_anthropic(request);
+  const Json model = anthropic ? Json{{"type", "model"},
+                                      {"id", model_.id},
+                                      {"display_name", model_.id},
+                                      {"created_at", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(static_cast<std::time_t>(model_.created)))}}
+                               : Json{{"id", model_.id}, {"object", "model"}, {"created", model_.created}, {"owned_by", "beryl"},
+                                      {"context_length", model_.engine.context()}};
+  constexpr std::string_view kList = "/v1/models";
+  const std::string id = request.path.substr(std::min(kList.size() + 1, request.path.size()));
+  if (!id.empty() && id != model_.id)
+    throw ApiError(404, fmt::format("there is no model {}, only {}", quote(id), quote(model_.id)), "model", "model_not_found");
+  if (!id.empty()) return json_response(model);
+  if (anthropic) return json_response({{"data", Json::array({model})}, {"has_more", false}, {"first_id", model_.id}, {"last_id", model_.id}});
+  return json_response({{"object", "list"}, {"data", Json::array({model})}});
 }
 
 HttpResponse Api::tokenize(const Json& body) const {
@@ -332,7 +370,7 @@ HttpResponse Api::detokenize(const Json& body) const {
       throw ApiError(400, fmt::format("'tokens' holds {}, ids from 0 to {} were expected", in_words(each), model_.vocab - 1), "tokens");
     ids.push_back(each.get<int32_t>());
   }
-  return json_response({{"content", model_.tokenizer.decode(ids, fields.boolean("show_special", false))}});
+  return json_response({{"content", model_.tokenizer.decode(ids, fields.boolean("show_special", true))}});
 }
 
 // Prometheus' text format.

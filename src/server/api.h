@@ -39,7 +39,8 @@ class Api {
   // By the header alone: who may not ask, or comes when there are too many. Nothing: the body is wanted.
   std::optional<HttpResponse> refuse(const HttpRequest& request);
   HttpResponse answer_too_large(const HttpRequest& request);
-  // All three, for a server; the Api outlives it.
+  HttpResponse answer_malformed(const HttpRequest& request, int status, const std::string& what);
+  // All of them, for a server; the Api outlives it.
   HttpHandlers handlers();
   void set_draining() { draining_ = true; }
 
@@ -50,6 +51,9 @@ class Api {
   HttpResponse finish(HttpResponse response);
   bool has_key(const HttpRequest& request) const;
   bool is_called_by_name(const HttpRequest& request) const;
+  // Did a browser send it for a page that is not this server's, and that --cors does not let in? A page can send a POST anywhere without
+  // being able to read the answer, and would have the server compute. Who is no browser sends none of the headers that tell.
+  bool is_from_elsewhere(const HttpRequest& request) const;
   HttpResponse health() const;
   HttpResponse models(const HttpRequest& request) const;
   HttpResponse metrics() const;

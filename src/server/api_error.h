@@ -12,6 +12,7 @@ struct ApiError : std::runtime_error {
   int status;
   std::string param;   // the field that it is about; may be empty
   std::string code;    // for programs: "context_length_exceeded"; may be empty
+  std::string allow = {};   // of 405: the methods that there are
 };
 
 }  // namespace beryl::server

@@ -14,7 +14,10 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
+#include <new>
+#include <system_error>
 #include <thread>
 
 #include <fmt/format.h>
@@ -22,6 +25,7 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "server/connection_watch.h"
+#include "server/request_framing.h"
 
 namespace beryl::server {
 namespace {
@@ -30,6 +34,9 @@ namespace {
 constexpr uint64_t kDroppedBytes = 64 << 20;
 // The same of a request that is refused by its header: enough for an honest client with the wrong key.
 constexpr uint64_t kRefusedBytes = 1 << 20;
+
+// Some connections more than wanted, which hear that they should come back.
+int accepted_connections(int wanted) { return wanted + wanted / 4 + 8; }
 
 // What would help, where that is known.
 std::string advice_for(int error) {
@@ -72,13 +79,6 @@ int listen_on(const std::string& host, int port, int& bound_port) {
   return listener;
 }
 
-std::string lower(std::string_view text) {
-  std::string result(text);
-  std::transform(result.begin(), result.end(), result.begin(),
-                 [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; });
-  return result;
-}
-
 enum class Client {
   kThere,
   kSaysNoMore,   // has closed its sending half, or the connection: the same to us, before it refuses what we send
@@ -95,6 +95,7 @@ Client look_at(int socket) {
 // One request and its reply; lives until the reply has been sent.
 struct Exchange {
   HttpRequest request;
+  HeaderLines lines;                      // as they came
   ConnectionWatch::Connection* connection = nullptr;
   bool reads_interim = false;             // HTTP/1.1: answers may come before the answer
   bool was_asked = false;                 // whether it is still there
@@ -146,24 +147,48 @@ struct Stream {
   }
 };
 
+// The connection that this thread serves, from its first request line on, and what is known of its request: for errors that the library
+// finds by itself, which it tells to its log alone.
+struct Served {
+  const HttpServer* server = nullptr;
+  int socket = -1;
+  HttpRequest request;
+  bool may_answer = false;   // nothing of a reply has been sent
+};
+thread_local Served served;
+
+std::string status_line(int status) {
+  const char* const words = status == 400   ? "Bad Request"
+                            : status == 413 ? "Content Too Large"
+                            : status == 414 ? "URI Too Long"
+                            : status == 431 ? "Request Header Fields Too Large"
+                            : status == 505 ? "HTTP Version Not Supported"
+                                            : "Error";
+  return fmt::format("HTTP/1.1 {} {}\r\n", status, words);
+}
+
 }  // namespace
 
-// What the library says while it starts: why it does not. Later it says how connections end, which nobody needs to read.
-struct HttpStartLog {
+// What the library says. While it starts: why it does not. Later: that a request is none, to which it has a page of its own to send; how
+// connections end, which nobody needs to read.
+struct HttpLog {
   std::string text;   // the last line
   int error = 0;      // errno at that time
   const std::thread::id starter = std::this_thread::get_id();   // nobody else touches the two
 
   static void add(void* self, const char* format, va_list arguments) {
     const int error = errno;
-    auto& log = *static_cast<HttpStartLog*>(self);
-    if (std::this_thread::get_id() != log.starter) return;
+    auto& log = *static_cast<HttpLog*>(self);
+    if (std::this_thread::get_id() != log.starter) return answer_for_library(format, arguments);
     char line[256];
     std::vsnprintf(line, sizeof line, format, arguments);
     log.error = error;
     log.text = line;
     while (!log.text.empty() && (log.text.back() == '\n' || log.text.back() == '.')) log.text.pop_back();
   }
+  // The library's page is no JSON, and its headers go out twice where the length of a body is none (0.9.75). So the answer is sent before
+  // the page, which then finds the connection closed. Where the library's words are others, or it knows no request line yet, its page goes out.
+  static void answer_for_library(const char* format, va_list arguments);
   std::string reason() const {
     if (error == EMFILE || error == ENFILE) return fmt::format("{}{}", std::strerror(error), advice_for(error));
     if (error == EAGAIN || error == ENOMEM) return fmt::format("a thread was refused: {}", refusal_words(error));
@@ -172,9 +197,25 @@ struct HttpStartLog {
 };
 
 struct HttpCallbacks {
-  static MHD_Result header(void* exchange, MHD_ValueKind, const char* name, const char* value) {
-    static_cast<Exchange*>(exchange)->request.headers[lower(name)] = value == nullptr ? "" : value;
+  static MHD_Result header(void* context, MHD_ValueKind, const char* name, const char* value) {
+    auto& exchange = *static_cast<Exchange*>(context);
+    exchange.lines.emplace_back(name, value == nullptr ? "" : value);
+    exchange.request.headers[lower_case(name)] = exchange.lines.back().second;
     return MHD_YES;
+  }
+
+  // The request line has come. What is returned is the state that access() begins with.
+  static void* request_line(void* self, const char* target, MHD_Connection* connection) {
+    served.server = static_cast<const HttpServer*>(self);
+    served.socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
+    served.may_answer = true;
+    try {
+      served.request.path = target;
+      take_host_off(served.request.path);
+    } catch (const std::bad_alloc&) {
+      served.may_answer = false;
+    }
+    return nullptr;
   }
 
   // The library closes the socket after the second of these.
@@ -215,6 +256,7 @@ struct HttpCallbacks {
 
   static MHD_Result respond(MHD_Connection* connection, const Exchange& exchange, HttpResponse response) {
     MHD_Response* reply = nullptr;
+    served.may_answer = false;
     if (response.stream) {
       auto stream = std::make_unique<Stream>();
       stream->source = std::move(response.stream);
@@ -258,15 +300,22 @@ struct HttpCallbacks {
         static_cast<ConnectionWatch::Connection*>(MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context);
     exchange.reads_interim = version != std::string_view("HTTP/1.0");
     request.client_gone = [&exchange] { return is_gone(exchange); };
+    if (std::optional<std::string> host = take_host_off(request.path)) request.headers["host"] = std::move(*host);
     request.busy = self.watch_->is_too_many(exchange.connection);
     const std::string_view length = request.header("content-length");
     uint64_t n_bytes = 0;
     std::from_chars(length.data(), length.data() + length.size(), n_bytes);
     exchange.too_large = n_bytes > self.limits_.max_body_bytes;
-    exchange.refusal = self.handlers_.refuse(request);
+    const std::optional<FramingFault> fault = find_framing_fault(exchange.lines, version);
+    if (!fault) exchange.refusal = self.handlers_.refuse(request);
     *state = created.release();
     ++self.n_active_;
     self.watch_->header_came(exchange.connection);
+    if (fault) {
+      HttpResponse answer = self.handlers_.answer_malformed(request, fault->status, fault->what);
+      answer.headers.emplace_back("Connection", "close");
+      return respond(connection, exchange, std::move(answer));
+    }
     if (exchange.refusal) {
       // Who waits to be told to go on with it, or does not say how long it is, need not.
       const bool is_short = n_bytes <= kRefusedBytes && request.header("transfer-encoding").empty() && request.header("expect").empty();
@@ -298,20 +347,67 @@ struct HttpCallbacks {
   }
 };
 
+void HttpLog::answer_for_library(const char* format, va_list arguments) {
+  constexpr std::string_view kBegin = "Error processing request (HTTP response code is %u";
+  if (!served.may_answer || !std::string_view(format).starts_with(kBegin)) return;
+  served.may_answer = false;
+  char line[512];
+  std::vsnprintf(line, sizeof line, format, arguments);
+  int status = 0;
+  const char* const number = line + kBegin.size() - 2;
+  std::from_chars(number, line + std::strlen(line), status);
+  const char* const what = status == 413   ? "Content-Length is more than any computer has"
+                           : status == 431 ? "the header is larger than this server reads"
+                           : status == 400 ? "the request is no HTTP: a line of its header, Content-Length or a chunk of its body is malformed"
+                                           : nullptr;
+  if (what == nullptr) return;
+  try {
+    const HttpResponse answer = served.server->handlers_.answer_malformed(served.request, status, what);
+    std::string all = status_line(status) + fmt::format("Content-Type: {}\r\nContent-Length: {}\r\n", answer.content_type, answer.body.size());
+    for (const auto& [name, value] : answer.headers)
+      if (name != "Connection") all += fmt::format("{}: {}\r\n", name, value);
+    all += "Connection: close\r\n\r\n" + answer.body;
+    send(served.socket, all.data(), all.size(), MSG_NOSIGNAL | MSG_DONTWAIT);   // fits an empty buffer
+    shutdown(served.socket, SHUT_WR);
+  } catch (const std::bad_alloc&) {
+    // the library's page
+  }
+}
+
+int affordable_connections(int wanted) {
+  // Of connections more than wanted see HttpServer; the rest is for what is opened later.
+  constexpr rlim_t kReserve = 64;
+  rlim_t n_open = 0;
+  std::error_code error;
+  for (auto each = std::filesystem::directory_iterator("/proc/self/fd", error); !error && each != std::filesystem::directory_iterator(); each.increment(error)) ++n_open;
+  const auto needed = [&](int n) { return n_open + kReserve + static_cast<rlim_t>(accepted_connections(n)); };
+  rlimit files = {};
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0) return wanted;
+  if (files.rlim_cur < needed(wanted) && files.rlim_cur < files.rlim_max) {
+    const rlimit raised = {std::min(needed(wanted), files.rlim_max), files.rlim_max};
+    if (setrlimit(RLIMIT_NOFILE, &raised) == 0) files = raised;
+  }
+  int n = wanted;
+  while (n > 0 && needed(n) > files.rlim_cur) --n;
+  if (n == 0)
+    throw Error(ErrorCode::kIo, fmt::format("this process may have {} files and connections open (ulimit -n), at least {} were expected", files.rlim_cur, needed(1)));
+  return n;
+}
+
 HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limits, HttpHandlers handlers)
     : limits_(limits), handlers_(std::move(handlers)) {
   watch_ = std::make_unique<ConnectionWatch>(limits.max_connections, limits.header_time, limits.idle_time);
   listener_ = listen_on(host, port, port_);
-  // Some connections more than wanted, which hear that they should come back.
-  const int n_connections = limits.max_connections + limits.max_connections / 4 + 8;
-  log_ = std::make_unique<HttpStartLog>();
+  const int n_connections = accepted_connections(limits.max_connections);
+  log_ = std::make_unique<HttpLog>();
   daemon_ = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG,
                              0, nullptr, nullptr, &HttpCallbacks::access, this,
-                             MHD_OPTION_EXTERNAL_LOGGER, &HttpStartLog::add, log_.get(),   // the first, so that it hears of the others
+                             MHD_OPTION_EXTERNAL_LOGGER, &HttpLog::add, log_.get(),   // the first, so that it hears of the others
                              MHD_OPTION_LISTEN_SOCKET, listener_,
                              MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(n_connections),
                              MHD_OPTION_CONNECTION_MEMORY_LIMIT, limits.max_header_bytes,
                              MHD_OPTION_CONNECTION_TIMEOUT, static_cast<unsigned>((limits.idle_time.count() + 999) / 1000),
+                             MHD_OPTION_URI_LOG_CALLBACK, &HttpCallbacks::request_line, this,
                              MHD_OPTION_NOTIFY_COMPLETED, &HttpCallbacks::completed, this,
                              MHD_OPTION_NOTIFY_CONNECTION, &HttpCallbacks::connection, this, MHD_OPTION_END);
   if (daemon_ == nullptr) {
@@ -324,6 +420,7 @@ void HttpServer::stop_accepting() {
   if (listener_ < 0) return;
   if (MHD_quiesce_daemon(daemon_) != MHD_INVALID_SOCKET) close(listener_);
   listener_ = -1;
+  watch_->drain();
 }
 
 HttpServer::~HttpServer() {

@@ -25,7 +25,7 @@ struct MHD_Daemon;
 
 namespace beryl::server {
 
-struct HttpStartLog;
+struct HttpLog;
 class ConnectionWatch;
 
 struct HttpLimits {
@@ -71,7 +71,13 @@ struct HttpHandlers {
   std::function<std::optional<HttpResponse>(const HttpRequest&)> refuse;
   // What to answer to a request whose body, which it lacks, is beyond the limit.
   std::function<HttpResponse(const HttpRequest&)> answer_too_large;
+  // What to answer where the header, or the frame of the body, is wrong; of such a request no more than the path may be known.
+  std::function<HttpResponse(const HttpRequest&, int status, const std::string& what)> answer_malformed;
 };
+
+// How many connections there can be of so many wanted: each needs a file, and so do the model, the device and the judges of forms. Lets
+// this process have more files where the system allows it. Throws Error(kIo) where not even one is left.
+int affordable_connections(int wanted);
 
 class HttpServer {
  public:
@@ -84,19 +90,21 @@ class HttpServer {
   HttpServer& operator=(const HttpServer&) = delete;
 
   int port() const { return port_; }
-  // Accepts no more connections; those that are open go on.
+  // Accepts no more connections. Of those that are open the replies go on; a request has to be whole within half a second from
+  // here on, and who takes nothing of its reply, or next to nothing, is cut off after header_time.
   void stop_accepting();
   // Requests whose reply is not all sent.
   int n_active() const { return n_active_; }
 
  private:
   friend struct HttpCallbacks;
+  friend struct HttpLog;
   const HttpLimits limits_;
   const HttpHandlers handlers_;
   std::atomic<int> n_active_ = 0;
   int port_ = 0;
   int listener_ = -1;   // ours again once the daemon was told to stop accepting
-  std::unique_ptr<HttpStartLog> log_;
+  std::unique_ptr<HttpLog> log_;
   std::unique_ptr<ConnectionWatch> watch_;
   MHD_Daemon* daemon_ = nullptr;
 };

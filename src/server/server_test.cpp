@@ -1,6 +1,6 @@
 // What: many clients of one server, in one process: each gets its own reply whole, whoever leaves, reads slowly or asks for
-//       nonsense; one whose numbers are none gets an error alone; who says nothing holds no place for long; the server ends when
-//       all is answered.
+//       nonsense; one whose numbers are none gets an error alone; who says nothing holds no place for long; a header of two meanings
+//       is refused; the server ends when all is answered, and waits for nobody who does nothing.
 // How:  HTTP on real sockets against a backend that checks every page it reads (engine/text_model.h); runs under the thread
 //       and address sanitizers as well.
 #include <arpa/inet.h>
@@ -52,6 +52,11 @@ class Client {
   void say(const std::string& text) { EXPECT_TRUE(try_to_say(text)); }
   bool try_to_say(const std::string& text) {
     return send(socket_, text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size());
+  }
+  // What is sent to it and not read fills the room for it soon.
+  void take_little() {
+    const int bytes = 2048;
+    EXPECT_EQ(setsockopt(socket_, SOL_SOCKET, SO_RCVBUF, &bytes, sizeof bytes), 0);
   }
   void say_no_more() { EXPECT_EQ(shutdown(socket_, SHUT_WR), 0); }
   std::string read_until(const std::string& end) {
@@ -381,6 +386,61 @@ TEST_F(ServerTest, AKeyIsLookedAtBeforeTheBody) {
   EXPECT_EQ(status_of(client.read_until("\"count\":2}")), 200);
 }
 
+TEST_F(ServerTest, AHeaderOfTwoMeaningsIsRefusedAndNothingBehindItIsRead) {
+  const std::string host = "Host: localhost\r\n", hidden = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n";
+  const std::pair<int, std::string> headers[] = {
+      {400, host + "Content-Length: 0\r\nContent-Length: 60\r\n"},
+      {400, host + "Content-Length: 60\r\nContent-Length: 60\r\n"},
+      {400, host + "Content-Length : 60\r\n"},
+      {400, host + "Content-Length\t: 60\r\n"},
+      {400, host + "X y: 1\r\n"},
+      {400, host + "X: a\rTransfer-Encoding: chunked\r\n"},
+      {400, host + "Content-Length: 60\r\nTransfer-Encoding: chunked\r\n"},
+      {400, host + "Transfer-Encoding: chunked\r\nContent-Length: 0\r\n"},
+      {400, host + "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n"},
+      {400, host + "Transfer-Encoding: chunked, chunked\r\n"},
+      {501, host + "Transfer-Encoding: xchunked\r\n"},
+      {501, host + "Transfer-Encoding: gzip, chunked\r\n"},
+      {501, host + "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n"},
+      {400, host + "Content-Length: -5\r\n"},
+      {400, host + "Content-Length: +30\r\n"},
+      {400, host + "Content-Length: 30, 30\r\n"},
+      {400, host + "Content-Length: 0x10\r\n"},
+      {400, host + "Content-Length: \r\n"},
+      {413, host + "Content-Length: 99999999999999999999\r\n"},
+      {400, ""},
+      {400, host + "Host: evil.example\r\n"},
+      {400, host + host},
+  };
+  for (const char* path : {"/v1/completions", "/v1/messages"})
+    for (const auto& [status, header] : headers) {
+      Client client(server_->port());
+      client.say(fmt::format("POST {} HTTP/1.1\r\n{}\r\n", path, header) + hidden);
+      const std::string answer = client.read();   // to the end: it is closed
+      EXPECT_EQ(status_of(answer), status) << header << answer;
+      EXPECT_EQ(answer.find("HTTP/1.1", 1), std::string::npos) << header << answer;
+      EXPECT_NE(answer.find("Content-Type: application/json\r\n"), std::string::npos) << header << answer;
+      EXPECT_NE(answer.find("Connection: close\r\n"), std::string::npos) << header << answer;
+      const char* const begin = std::string_view(path) == "/v1/messages" ? "\r\n\r\n{\"type\":\"error\",\"error\":{" : "\r\n\r\n{\"error\":{";
+      EXPECT_NE(answer.find(begin), std::string::npos) << header << answer;
+    }
+  Client chunks(server_->port());
+  chunks.say("POST /tokenize HTTP/1.1\r\n" + host + "Transfer-Encoding: chunked\r\n\r\nzz\r\n");
+  EXPECT_EQ(status_of(chunks.read()), 400);
+  // What has one meaning is read.
+  const std::string body = R"({"content": "ab"})";
+  for (const std::string& header : {host + fmt::format("Content-Length: {}\r\n\r\n", body.size()) + body,
+                                    host + fmt::format("Transfer-Encoding: Chunked\r\n\r\n{:x}\r\n{}\r\n0\r\n\r\n", body.size(), body),
+                                    fmt::format("Host:\r\ncontent-length: {}\r\n\r\n", body.size()) + body}) {
+    Client client(server_->port());
+    client.say("POST /tokenize HTTP/1.1\r\n" + header);
+    EXPECT_EQ(status_of(client.read_until("\"count\":2}")), 200) << header;
+  }
+  Client old(server_->port());
+  old.say("GET /v1/models HTTP/1.0\r\n\r\n");
+  EXPECT_EQ(status_of(old.read()), 200);
+}
+
 TEST_F(ServerTest, AFailedDeviceIsNoFaultOfAClientThatBansTokens) {
   const std::string body = R"({"prompt": "abc", "max_tokens": 50, "logit_bias": {"3": -100}})";
   backend_.fails_at = 3;
@@ -388,6 +448,38 @@ TEST_F(ServerTest, AFailedDeviceIsNoFaultOfAClientThatBansTokens) {
   EXPECT_EQ(status_of(answer), 500) << answer;
   EXPECT_NE(answer.find("device has failed"), std::string::npos) << answer;
   EXPECT_EQ(status_of(ask(body)), 200);
+}
+
+TEST_F(ServerTest, AServerThatEndsWaitsForNobodyWhoDoesNothing) {
+  HttpLimits limits;
+  limits.header_time = std::chrono::milliseconds(1000);
+  start(limits, {});
+  Client silent(server_->port()), half_header(server_->port()), half_body(server_->port()), deaf(server_->port()), late(server_->port());
+  half_header.say("POST /v1/comp");
+  half_body.say("POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n{");
+  deaf.take_little();
+  deaf.post("/v1/completions", R"({"prompt": ["abc", "bcd", "cde", "def"], "max_tokens": 400, "temperature": 0, "stream": true, "n": 64, "logprobs": 20})");   // megabytes
+  late.post("/tokenize", R"({"content": "ab"})", "keep-alive");
+  EXPECT_EQ(status_of(late.read_until("\"count\":2}")), 200);
+  EXPECT_TRUE(comes_true([&] { return engine_->counts().finished[static_cast<size_t>(FinishReason::kLength)] == 256; }));
+  backend_.most_rows = backend_.n_rows + 10;    // what this one wants takes long
+  Client reader(server_->port());
+  reader.post("/v1/completions", R"({"prompt": "abcdefg", "max_tokens": 400, "temperature": 0, "stream": true})");
+  EXPECT_TRUE(comes_true([&] { return server_->n_active() == 3; }));
+
+  api_->set_draining();
+  server_->stop_accepting();
+  const auto begin = std::chrono::steady_clock::now();
+  const auto ms_since = [&] { return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count(); };
+  // A body that comes byte by byte, also of a connection that was between two requests.
+  late.say("POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n{");
+  while (ms_since() < 5000 && (half_body.try_to_say(" ") || late.try_to_say(" "))) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_LT(ms_since(), 3000);
+  EXPECT_TRUE(comes_true([&] { return server_->n_active() == 1; }));
+  EXPECT_LT(ms_since(), 5000);
+  backend_.most_rows = INT64_MAX;
+  EXPECT_EQ(text_in(reader.read()), text_of(test::text_model_reply({0, 1, 2, 3, 4, 5, 6}, 400, {}, {}, 512)));
+  EXPECT_TRUE(comes_true([&] { return server_->n_active() == 0; }));
 }
 
 TEST_F(ServerTest, ADrainedServerRefusesAndFinishes) {
