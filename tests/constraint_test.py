@@ -142,6 +142,22 @@ class SchemaTest(WalkCase):
                     if jsonschema:
                         jsonschema.Draft202012Validator(schema).validate(value)
 
+    def test_what_has_no_end_is_refused(self):
+        ref = {"$ref": "#"}
+        node = lambda required, **members: {"type": "object", "properties": {"next": ref, **members}, "required": required}
+        for schema, place in ((node(["next"]), "/properties/next/$ref"), ({"type": "array", "items": ref, "minItems": 1}, "/items/$ref"),
+                              ({"type": "array", "prefixItems": [{"type": "null"}, ref], "minItems": 2}, "/prefixItems/1/$ref"), (node([], ), None),
+                              ({"type": "object", "additionalProperties": ref, "minProperties": 1}, "/additionalProperties/$ref"), (node([]) | {"minProperties": 1}, "/properties/next/$ref"),
+                              ({"$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "required": ["b"]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/b"}, "minItems": 1}]}},
+                                "$ref": "#/$defs/a"}, "$ref"),
+                              (TREE, None), ({"type": ["object", "null"], "properties": {"next": ref}, "required": ["next"]}, None), ({"type": "array", "items": ref}, None),
+                              ({"anyOf": [{"type": "array", "items": ref, "minItems": 1}, {"type": "null"}]}, None), (node(["value"], value={"type": "null"}), None)):
+            with self.subTest(schema=schema):
+                if place is None:
+                    self.assertNotIn("error", self.walker("schema", schema))
+                else:
+                    self.assert_refused("schema", schema, "comes to an end", place, code="bad")
+
     def test_formats(self):
         import datetime
         import ipaddress

@@ -67,6 +67,7 @@ class SchemaCheck {
     while (text.find(constant_stem_) != text.npos) constant_stem_ += '_';
     CheckedSchema result;
     result.schema = schema(root_, "");
+    require_ends();
     result.patterns = std::move(patterns_);
     return result;
   }
@@ -123,6 +124,54 @@ class SchemaCheck {
     return result;
   }
 
+  // A value that holds another of its own kind, always, has no end: nor has the reply. What has one is the least set that contains
+  // what needs no reference, and what needs only references to what is in it.
+  void require_ends() const {
+    std::set<std::string> with_end;
+    std::vector<std::string> rest;
+    for (const auto& [target, place] : references_) rest.push_back(target);
+    for (bool has_changed = true; has_changed;) {
+      has_changed = std::erase_if(rest, [&](const std::string& target) {
+                      const bool has = has_end(root_.at(Json::json_pointer(target.substr(1))), with_end);
+                      if (has) with_end.insert(target);
+                      return has;
+                    }) > 0;
+    }
+    if (!rest.empty()) bad(references_.at(rest.front()), fmt::format("no value of {} comes to an end: each holds another one", quote(rest.front())));
+  }
+
+  bool has_end(const Json& node, const std::set<std::string>& with_end) const {
+    if (!node.is_object()) return true;
+    const auto has = [&](const Json& part) { return has_end(part, with_end); };
+    if (const auto at = node.find("$ref"); at != node.end()) return with_end.contains(at->get<std::string>());
+    if (node.contains("const") || node.contains("enum")) return true;
+    for (const char* key : {"anyOf", "oneOf", "allOf"})
+      if (const auto at = node.find(key); at != node.end()) return std::any_of(at->begin(), at->end(), has);
+    const auto type = node.find("type");
+    if (type == node.end()) return true;
+    const Json types = type->is_array() ? *type : Json::array({*type});
+    return std::any_of(types.begin(), types.end(), [&](const Json& each) {
+      if (each == "array") {
+        const auto n = static_cast<size_t>(std::max<int64_t>(0, count(node, "", "minItems")));
+        const size_t n_first = node.contains("prefixItems") ? node["prefixItems"].size() : 0;
+        for (size_t i = 0; i < std::min(n, n_first); ++i)
+          if (!has(node["prefixItems"][i])) return false;
+        return n <= n_first || !node.contains("items") || has(node["items"]);
+      }
+      if (each != "object" || !node.contains("properties")) return each != "object" || count(node, "", "minProperties") <= 0 || has_other(node, with_end);
+      const Json& properties = node["properties"];
+      if (const auto required = node.find("required"); required != node.end())
+        for (const Json& key : *required)
+          if (!has(properties[key.get<std::string>()])) return false;
+      return std::count_if(properties.begin(), properties.end(), has) >= count(node, "", "minProperties");
+    });
+  }
+  // Of an object without properties: one that it may have.
+  bool has_other(const Json& node, const std::set<std::string>& with_end) const {
+    if (const auto at = node.find("patternProperties"); at != node.end() && !at->empty()) return has_end(at->begin().value(), with_end);
+    return !node.contains("additionalProperties") || has_end(node["additionalProperties"], with_end);
+  }
+
   // The schema without its definitions and annotations.
   Json plain(const Json& node, const std::string& place) {
     if (node.contains("$ref")) return reference(node, place);
@@ -132,7 +181,7 @@ class SchemaCheck {
     return typed(node, place);
   }
 
-  Json reference(const Json& node, const std::string& place) const {
+  Json reference(const Json& node, const std::string& place) {
     only(node, place, {"$ref"}, "beside '$ref'");
     if (!node["$ref"].is_string()) bad(below(place, "$ref"), "a string was expected");
     const auto target = node["$ref"].get<std::string>();
@@ -162,6 +211,7 @@ class SchemaCheck {
           fmt::format(
               "{}: references lead to \"#\", \"#/$defs/…\", \"#/definitions/…\", \"#/properties/…\" or \"#/items\"",
               quote(at)));
+    references_.emplace(target, below(place, "$ref"));
     return {{"$ref", target}};
   }
 
@@ -415,6 +465,7 @@ class SchemaCheck {
   const Json& root_;
   std::vector<std::string>& notes_;
   std::vector<SchemaPattern> patterns_;
+  std::map<std::string, std::string> references_;   // by target: the first place
   std::string constant_stem_ = "stands-for-pattern-";
   size_t n_schemas_ = 0;
 };
