@@ -371,6 +371,26 @@ class EditTest(ChatCase):
         self.end(terminal)
 
 
+class EndTest(ChatCase):
+    def test_a_signal_that_ends_the_program_leaves_the_terminal_as_it_was(self):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            with self.subTest(signal=number):
+                with Terminal(beryl, "chat", models / "scripted", "--device", "cpu", environment={"HOME": str(self.folder), "XDG_STATE_HOME": "", "LC_ALL": "C"}) as terminal:
+                    self.read(terminal)
+                    self.assertFalse(termios.tcgetattr(terminal.fd)[3] & termios.ICANON)
+                    terminal.write(b"half a li")
+                    os.kill(terminal.pid, number)
+                    self.assertEqual(terminal.wait(), -number)
+                    self.assertTrue(termios.tcgetattr(terminal.fd)[3] & termios.ICANON)
+
+    def test_the_key_that_quits_does_not_lose_the_talk(self):
+        terminal = self.chat()
+        self.say(terminal, "How are you?")
+        terminal.write(b"\x1c")
+        self.say(terminal, "And now?")
+        self.assertEqual(self.said(terminal), ["How are you?", "And now?"])
+
+
 class PipedTest(ChatCase):
     def run_chat(self, text, *arguments):
         return beryl("chat", models / "scripted", "--device", "cpu", *arguments, stdin=text.encode())

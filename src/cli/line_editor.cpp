@@ -4,6 +4,7 @@
 #include <histedit.h>
 #include <poll.h>
 #include <signal.h>
+#include <termios.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <clocale>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -35,6 +37,24 @@ extern "C" void note_change(int) {
   const int saved_errno = errno;
   [[maybe_unused]] const ssize_t n = ::write(change_pipe[1], "", 1);   // does not block; when it is full there is one to be seen
   errno = saved_errno;
+}
+
+// While a line is typed the terminal is raw; who ends the program then gets it back as it was.
+constexpr int kDeadly[] = {SIGTERM, SIGHUP, SIGQUIT};
+termios terminal_before = {};
+volatile sig_atomic_t is_raw = 0;
+
+extern "C" void die_of(int number, siginfo_t* info, void*) {
+#ifdef SI_KERNEL
+  // Ctrl-\ beside a key that was meant: the talk is worth more.
+  if (is_raw != 0 && number == SIGQUIT && info->si_code == SI_KERNEL) return;
+#endif
+  if (is_raw != 0 && tcgetpgrp(kStandardInput) == getpgrp()) {   // in the background it is the shell's, and asking for it would stop this process
+    tcsetattr(kStandardInput, TCSANOW, &terminal_before);
+    [[maybe_unused]] const ssize_t n = ::write(kStandardError, kPasteOff, std::strlen(kPasteOff));
+  }
+  signal(number, SIG_DFL);
+  raise(number);   // comes when this returns
 }
 
 bool take_change() {
@@ -215,11 +235,21 @@ LineEditor::LineEditor(const InterruptCatcher& interrupts, std::string history_f
   sigemptyset(&action.sa_mask);
   sigaction(SIGWINCH, &action, nullptr);
   sigaction(SIGCONT, &action, nullptr);
+  struct sigaction deadly = {}, before = {};
+  deadly.sa_sigaction = die_of;
+  deadly.sa_flags = SA_RESTART | SA_SIGINFO;
+  sigemptyset(&deadly.sa_mask);
+  for (const int number : kDeadly)
+    if (sigaction(number, nullptr, &before) == 0 && before.sa_handler != SIG_IGN) sigaction(number, &deadly, nullptr);   // nohup's stays
 }
 
 LineEditor::~LineEditor() {
   signal(SIGWINCH, SIG_DFL);
   signal(SIGCONT, SIG_DFL);
+  for (const int number : kDeadly) {
+    struct sigaction now = {};
+    if (sigaction(number, nullptr, &now) == 0 && now.sa_handler != SIG_IGN) signal(number, SIG_DFL);
+  }
   for (int& end : change_pipe)
     if (end >= 0) ::close(std::exchange(end, -1));
   if (state_->history != nullptr) history_wend(state_->history);
@@ -235,12 +265,14 @@ Line LineEditor::read(const std::string& prompt) {
   state.prompt = widen(prompt);
   state.end = LineEnd::kLine;
   take_change();
+  is_raw = tcgetattr(kStandardInput, &terminal_before) == 0 ? 1 : 0;
   // Before the prompt, so that a key that answers it at once is a key already.
   el_wset(state.editor, EL_PREP_TERM, 1);
   el_resize(state.editor);
   write_error(kPasteOn);
   int n = 0;
   const wchar_t* line = el_wgets(state.editor, &n);
+  is_raw = 0;
   write_error(kPasteOff);
   if (state.end == LineEnd::kInterrupted) state.bytes.clear();
   if (line == nullptr || n <= 0 || state.end != LineEnd::kLine)
