@@ -385,7 +385,7 @@ class SchemaCheck {
     if (const auto at = node.find("prefixItems"); at != node.end()) {
       if (!at->is_array() || at->empty())
         bad(below(place, "prefixItems"), "an array of at least one schema was expected");
-      // The library writes all of them, however few minItems asks for; that is an answer too.
+      // A beginning of them is an answer too, as many as minItems asks for.
       for (size_t i = 0; i < at->size(); ++i) {
         Json part = schema((*at)[i], below(below(place, "prefixItems"), std::to_string(i)));
         (*at)[i] = part.is_boolean() ? Json::object() : part;
