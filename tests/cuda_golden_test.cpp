@@ -139,7 +139,9 @@ class CudaOutputs : public CudaGolden {
   StepLimits limits_of(const test::TwoSteps& steps, CacheType cache_type) const {
     RunLimits run;
     run.n_sequences = static_cast<int>(steps.first.size());
-    run.step_tokens = run.n_outputs = run.chunk_tokens = static_cast<int>(steps.all_rows().size());
+    size_t n_second = 0;
+    for (const std::vector<int32_t>& ids : steps.second) n_second += ids.size();
+    run.step_tokens = run.n_outputs = run.chunk_tokens = static_cast<int>(std::max(steps.all_rows().size(), n_second));
     run.context = run.chunk_tokens + 8;
     run.cache_type = cache_type;
     return limits_for(model_.program, run);

@@ -271,7 +271,7 @@ void print_ops(const Model& model, Backend& backend, const BenchOptions& options
   }
   text += fmt::format("\nops one by one: {:.1f} us; the step as a whole: {:.1f} us\n", sum, timing.step_microseconds);
   if (!timing.parts.empty()) {
-    text += "\nas the step runs them; read: the same without the products, a plain read of the weights at this place:\n\n"
+    text += "\nas the step runs them; read: the same without the products, a plain read of the weights, or of keys and values, at this place:\n\n"
             "| ops | layer | us | MB | GB/s | of the ceiling | preparing, us | read, us | of the read |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|\n";
     for (const PartTiming& timed : timing.parts) {
       const StepPart& part = timed.part;

@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 }
 
 // kTimed: takes times, for args.timeline.
-template <int kRows, bool kTimed>
+template <int kRows, KernelFormats kFormats, bool kTimed>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
   const DecodeBlock block(args, decode_shared);
   DecodeShared* small = block.small;
@@ -169,10 +169,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       };
       stamp(0);
       if (phase.kind == PhaseKind::kLinear) {
-        if constexpr (kRows == 1) run_linear_row<kTimed>(args, decode_shared, &phase.linear, hold_next, stamp);
-        else run_linear_rows<kRows>(args, &phase.linear, hold_next, stamp);
+        if constexpr (kRows == 1) run_linear_row<kFormats, kTimed>(args, decode_shared, &phase.linear, hold_next, stamp);
+        else run_linear_rows<kRows, kFormats>(args, &phase.linear, hold_next, stamp);
       } else {
-        run_attention(args, decode_shared, phase.attention, hold_next, stamp);
+        run_attention<kTimed>(args, decode_shared, phase.attention, hold_next, stamp);
       }
       stamp(3);
       const DecodeBlock then(args, shared_now<kRows>(decode_shared));
@@ -241,6 +241,7 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, c
   constexpr int kPartialBytes = 8 * 1024;          // of one buffer, so that a batch has several units
   DecodeCut cut;
   cut.sum_groups = needs.sum_groups;
+  cut.usual_formats = !needs.other_formats;
   if (wish.near_by) {
     cut.residual_bytes = round_up(n_rows * needs.residual_cols * 4, 128);
     cut.vector_bytes = needs.holds_vectors ? kMatvecWarps * 1024 : 0;
@@ -322,8 +323,14 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   shape.shared_bytes = cut.shared_bytes;
   shape.cooperative = true;
   shape.name = "decode step";
+  const auto kernel_of = [&]<KernelFormats kFormats>() {
+    if (args.n_rows > 1) return decode_kernel<4, kFormats, false>;
+    return args.timeline != nullptr ? decode_kernel<1, kFormats, true> : decode_kernel<1, kFormats, false>;
+  };
   launch(context, shape,
-         args.n_rows > 4 ? decode_kernel<8, false> : args.n_rows > 1 ? decode_kernel<4, false> : args.timeline != nullptr ? decode_kernel<1, true> : decode_kernel<1, false>,
+         args.n_rows > 4       ? decode_kernel<8, KernelFormats::kAll, false>
+         : cut.usual_formats ? kernel_of.template operator()<KernelFormats::kUsual>()
+                             : kernel_of.template operator()<KernelFormats::kAll>(),
          args);
 }
 

@@ -142,6 +142,12 @@ struct AttentionStep {
     ring.next(args.n_slots);
   }
 
+  // All slots of a tile, without a look at them.
+  __device__ __forceinline__ void pass_over() const {
+#pragma unroll 1
+    for (int n = (kPageTokens >> u.piece_shift[0]) + (kPageTokens >> u.piece_shift[1]); n > 0; --n) await(), release();
+  }
+
   // ---- tasks ----
   // Whether there is something to do.
   __device__ __forceinline__ bool take_task(uint32_t n_tasks) const {
@@ -621,8 +627,9 @@ __device__ __noinline__ void finish(uint32_t args_at, uint32_t shared_at, uint32
   else step.template finish_heads<0>();
 }
 
-// All tasks of this block. Not inlined either.
-template <bool kFp8, TileKind kKind>
+// All tasks of this block. Not inlined either. kReads: a plain read in its place (DecodeArgs::skips_products): slots are awaited and freed, nothing is
+// multiplied, and sums are zeros.
+template <bool kFp8, TileKind kKind, bool kReads = false>
 __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
   using Step = AttentionStep<kFp8, kKind>;
   const AttentionPlace at(args_at, shared_at, phase_at);
@@ -643,18 +650,25 @@ __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32
       float sums[2][2][4] = {};
 #pragma unroll 1
       for (int t = 0;;) {
-        {
+        if constexpr (kReads) {
           const Step now = step();
-          now.score(TaskTile(now.u.tiles[t]));
-        }
-        DecodeBlock::barrier();
-        {
+          now.pass_over();
+          largest = 0, sum = 1;
+        } else {
+          {
+            const Step now = step();
+            now.score(TaskTile(now.u.tiles[t]));
+          }
+          DecodeBlock::barrier();
+          {
+            const Step now = step();
+            now.softmax(TaskTile(now.u.tiles[t]), largest, sum);
+          }
+          DecodeBlock::barrier();
           const Step now = step();
-          now.softmax(TaskTile(now.u.tiles[t]), largest, sum);
+          now.weigh(TaskTile(now.u.tiles[t]), sums);
         }
-        DecodeBlock::barrier();
         const Step now = step();
-        now.weigh(TaskTile(now.u.tiles[t]), sums);
         if (++t < now.u.n_tiles) continue;
         if (now.u.ends) break;
         now.finish_task(n_tasks++);      // the unit goes on

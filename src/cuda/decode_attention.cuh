@@ -32,7 +32,8 @@
 
 namespace beryl::cuda {
 
-template <class Function, class Stamp>
+// kTimed: DecodeArgs::skips_products may be set.
+template <bool kTimed, class Function, class Stamp>
 __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier,
                                               Stamp&& stamp) {
   const auto call = [&](auto&& function) {
@@ -41,6 +42,7 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
   };
   call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
     const auto attend_by_kind = [&]<bool kFp8>() {
+      if (kTimed && block.args.skips_products != 0) return attend<kFp8, kAnyTile, true>(args_at, shared_at, phase_at);
       constexpr TileKind kNarrow = {256, false}, kWide = {512, true};
       if (AttentionStep<kFp8, kNarrow>::fits(block.args, p)) attend<kFp8, kNarrow>(args_at, shared_at, phase_at);
       else if (AttentionStep<kFp8, kWide>::fits(block.args, p)) attend<kFp8, kWide>(args_at, shared_at, phase_at);

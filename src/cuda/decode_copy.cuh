@@ -132,14 +132,19 @@ __device__ __forceinline__ void copy_piece(const DecodeBlock& block, const Atten
       engine_bytes += static_cast<uint32_t>(kBoxRows << row_shift);
       continue;
     }
+    // Four rows at a time by eight lanes each; what depends on a row is computed once for all its lines of 128 bytes.
     const uint32_t box_at = to + static_cast<uint32_t>(row << row_shift);
+    const int first_byte = block.lane % 8 * 16;
 #pragma unroll 1
-    for (int at = (copier * 32 + block.lane) * 16; at < kBoxRows << row_shift; at += kAttentionCopiers * 32 * 16) {
-      const int box_row = at >> row_shift, byte = at & ((1 << row_shift) - 1), slot = first_row + row + box_row;
+    for (int box_row = copier * 4 + block.lane / 8; box_row < kBoxRows; box_row += kAttentionCopiers * 4) {
+      const int slot = first_row + row + box_row;
       const bool live = tile.live(slot);
-      const int64_t from = live ? (slot < tile.end ? tile.row : tile.older) + slot : 0;
-      copy16_async(swizzled(box_at + static_cast<uint32_t>(box_offset(box_row, byte, row_shift))), task.pools[part] + (from << row_shift) + byte,
-                   live ? 16 : 0);
+      const int64_t from_row = live ? (slot < tile.end ? tile.row : tile.older) + slot : 0;
+      const uint8_t* from = task.pools[part] + (from_row << row_shift) + first_byte;
+      uint32_t at_line = swizzled(box_at + static_cast<uint32_t>(box_offset(box_row, first_byte, row_shift)));
+#pragma unroll 1
+      for (int left = (1 << row_shift) - first_byte; left > 0; left -= 128, from += 128, at_line += kBoxRows * 128)
+        copy16_async(at_line, from, live ? 16 : 0);
     }
   }
   barrier_join_copies(full);

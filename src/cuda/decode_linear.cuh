@@ -58,7 +58,7 @@ __device__ __forceinline__ void pass_over_slots(const DecodeArgs& args, const De
 
 // Everything of one phase but the copies, for one row. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
 // the time, 1 when (the first) x is ready, 2 when the products are. kTimed: DecodeArgs::skips_products may be set.
-template <bool kTimed, class Function, class Stamp>
+template <KernelFormats kFormats, bool kTimed, class Function, class Stamp>
 __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
                                            Stamp&& stamp) {
   // Each step with its own view of the block and the phase.
@@ -115,7 +115,7 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
       step([&](const LinearBlock<1, false>& work) {
         const LinearPhase& p = work.p;
         if (work.has_tile && !(kTimed && args.skips_products != 0)) {
-          multiply_format<1>(p.format, work.block, p, {count, chunk, at_once, buffer});
+          multiply_format<1, kFormats>(p.format, work.block, p, {count, chunk, at_once, buffer});
           return;
         }
         pass_over_slots(args, work.block, p, {count, chunk, at_once, buffer});
@@ -143,7 +143,7 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
 
 // The same for several rows: products leave no registers for where the warp is, and what is spilled comes back from the L2. So that is in
 // shared memory, and the address from which all is computed comes from nothing. One row has the registers.
-template <int kRows, class Function, class Stamp>
+template <int kRows, KernelFormats kFormats, class Function, class Stamp>
 __device__ __forceinline__ void run_linear_rows(const DecodeArgs& args, LinearPhase* phase, Function&& before_barrier, Stamp&& stamp) {
   // Each step with its own view of the block and the phase.
   const auto step = [&](auto&& function) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void run_linear_rows(const DecodeArgs& args, LinearPh
     step([&](const LinearBlock<kRows, false>& work) {
       const LinearPhase& p = work.p;
       if (work.has_tile) {
-        multiply_format<kRows>(p.format, work.block, p, Multiply::of(at, work.block.small->places[work.block.warp]));
+        multiply_format<kRows, kFormats>(p.format, work.block, p, Multiply::of(at, work.block.small->places[work.block.warp]));
         return;
       }
       pass_over_slots(args, work.block, p, Multiply::of(at, work.block.small->places[work.block.warp]));

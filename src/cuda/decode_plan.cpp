@@ -62,6 +62,7 @@ class Planner {
       const int stages = std::min(slot_stages(piece.plan.format), piece.plan.n_stages);
       needs.stage_bytes = std::max(needs.stage_bytes, piece.plan.stage_bytes);
       needs.slot_bytes = std::max(needs.slot_bytes, stages * piece.plan.stage_bytes);
+      needs.other_formats |= piece.plan.format != Format::kFp4G128 && piece.plan.format != Format::kFp8;
       const int form = decode_x_form(piece.plan.format);
       DecodeNeeds::Form& x = needs.forms[form];
       x.used = true;

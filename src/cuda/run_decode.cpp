@@ -293,7 +293,7 @@ std::vector<StepPart> CudaExecutor::time_step(size_t end) {
   std::vector<StepPart> parts = time_parts(end);
   takes_times_ = false;
   for (size_t i = 0; i < parts.size(); ++i)
-    if (parts[i].preparing > 0) parts[i].reading = reading[i].microseconds;
+    parts[i].reading = reading[i].reading;
   return parts;
 }
 
@@ -349,11 +349,13 @@ void CudaExecutor::add_decode_parts(const DecodeSegment& segment, double microse
       if (segment.phases[phase].kind == PhaseKind::kLinear) preparing += static_cast<double>(at(phase, block, 1) - at(phase, block, 0));
     }
     const auto end = static_cast<size_t>(segment.phases[phase].op) + 1;
-    const StepPart part = {op, end, cycles / total * microseconds, preparing / total * microseconds};
+    StepPart part = {op, end, cycles / total * microseconds, preparing / total * microseconds};
+    if (skips_products_) part.reading = part.microseconds;
     // The pieces of one matrix are one part.
     if (!parts.empty() && parts.back().op_end == end) {
       parts.back().microseconds += part.microseconds;
       parts.back().preparing += part.preparing;
+      parts.back().reading += part.reading;
     } else {
       parts.push_back(part);
     }
