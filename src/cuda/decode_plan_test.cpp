@@ -189,6 +189,22 @@ TEST_F(PlanTest, AHeadWidthWithoutAKernelLeavesAttentionToItsOwn) {
     }
 }
 
+// The kernel without code for other formats takes what has none.
+TEST_F(PlanTest, AStepOfUsualFormatsHasAKernelOfItsOwn) {
+  begin();
+  layer();
+  end();
+  for (const DecodeSegment& segment : plan().segments) EXPECT_TRUE(cut_decode(segment.needs, 1, 227 * 1024).usual_formats);
+}
+TEST_F(PlanTest, OneMatrixOfAnotherFormatTakesTheKernelOfAllFormats) {
+  begin();
+  layer(Format::kFp4G128, {{kFfn, Format::kFp4G128}, {kFfn, Format::kQ8_0}});
+  end();
+  const DecodePlan plan = this->plan();
+  ASSERT_EQ(plan.segments.size(), 1u);
+  EXPECT_FALSE(cut_decode(plan.segments.front().needs, 1, 227 * 1024).usual_formats);
+}
+
 TEST_F(PlanTest, GateAndUpOfTwoFormatsAreTwoPhases) {
   begin();
   layer(Format::kQ4_0, {{kFfn, Format::kQ4_0}, {kFfn, Format::kQ8_0}});
