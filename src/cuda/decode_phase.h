@@ -182,7 +182,7 @@ struct DecodeArgs {
   uint32_t* flags;                  // [kDecodeRows]: launches that wrote the row so far; then the count of finished blocks
 
   uint64_t* timeline;               // [phases][blocks][kDecodeStamps] cycles of the block's multiprocessor, or null; for one row
-  int32_t skips_products;           // with a timeline: weights are read but not multiplied, and all results are nonsense
+  int32_t skips_products;           // with a timeline: weights, keys and values are read but not multiplied, and all results are nonsense
 
   // Cut of shared memory, in bytes.
   int32_t slot_bytes, n_slots;

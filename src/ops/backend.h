@@ -50,7 +50,8 @@ struct StepPart {
   size_t op_end = 0;
   double microseconds = 0;
   double preparing = 0;             // of these: until the inputs were there and ready, waiting included; 0: not known
-  double reading = 0;               // microseconds of the same without its products: a plain read of its weights, or of keys and values, at this place; 0: not known
+  // Microseconds of the same without its products: a plain read of its weights, or of keys and values, at this place; 0: not known.
+  double reading = 0;
 };
 
 class Executor {
