@@ -169,7 +169,7 @@ class CudaExecutor final : public Executor {
   std::vector<DecodeList> decode_segments_, output_segments_, decode_single_;
   int n_decode_lists_ = 0;
   bool takes_times_ = false;          // the decode kernel writes its timeline
-  bool skips_products_ = false;       // and DecodeArgs::skips_products
+  PlainReads plain_reads_ = PlainReads::kNone;
 
   PageWindow windows_[2];            // of keys, of values
   std::vector<CachedGraph> graphs_;

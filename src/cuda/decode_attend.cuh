@@ -627,7 +627,7 @@ __device__ __noinline__ void finish(uint32_t args_at, uint32_t shared_at, uint32
   else step.template finish_heads<0>();
 }
 
-// All tasks of this block. Not inlined either. kReads: a plain read in its place (DecodeArgs::skips_products): slots are awaited and freed, nothing is
+// All tasks of this block. Not inlined either. kReads: a plain read in its place (PlainReads): slots are awaited and freed, nothing is
 // multiplied, and sums are zeros.
 template <bool kFp8, TileKind kKind, bool kReads = false>
 __device__ __noinline__ void attend(uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {

@@ -32,7 +32,7 @@
 
 namespace beryl::cuda {
 
-// kTimed: DecodeArgs::skips_products may be set.
+// kTimed: DecodeArgs::plain_reads may be set.
 template <bool kTimed, class Function, class Stamp>
 __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned char* shared, const AttentionPhase& p, Function&& before_barrier,
                                               Stamp&& stamp) {
@@ -41,15 +41,18 @@ __device__ __forceinline__ void run_attention(const DecodeArgs& args, unsigned c
     function(block, shared_address(&block.small->args), shared_address(shared), shared_address(&p));
   };
   call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {
-    const auto attend_by_kind = [&]<bool kFp8>() {
-      if (kTimed && block.args.skips_products != 0) return attend<kFp8, kAnyTile, true>(args_at, shared_at, phase_at);
+    const auto attend_by_kind = [&]<bool kFp8, bool kReads>() {
       constexpr TileKind kNarrow = {256, false}, kWide = {512, true};
-      if (AttentionStep<kFp8, kNarrow>::fits(block.args, p)) attend<kFp8, kNarrow>(args_at, shared_at, phase_at);
-      else if (AttentionStep<kFp8, kWide>::fits(block.args, p)) attend<kFp8, kWide>(args_at, shared_at, phase_at);
-      else attend<kFp8, kAnyTile>(args_at, shared_at, phase_at);
+      if (AttentionStep<kFp8, kNarrow>::fits(block.args, p)) attend<kFp8, kNarrow, kReads>(args_at, shared_at, phase_at);
+      else if (AttentionStep<kFp8, kWide>::fits(block.args, p)) attend<kFp8, kWide, kReads>(args_at, shared_at, phase_at);
+      else attend<kFp8, kAnyTile, kReads>(args_at, shared_at, phase_at);
     };
-    if (p.cache.element == CacheElement::kFp8) attend_by_kind.template operator()<true>();
-    else attend_by_kind.template operator()<false>();
+    const auto attend_by_cache = [&]<bool kReads>() {
+      if (p.cache.element == CacheElement::kFp8) attend_by_kind.template operator()<true, kReads>();
+      else attend_by_kind.template operator()<false, kReads>();
+    };
+    if (kTimed && block.args.plain_reads == PlainReads::kAttention) attend_by_cache.template operator()<kTimed>();
+    else attend_by_cache.template operator()<false>();
   });
   stamp(1);
   call([&](const DecodeBlock& block, uint32_t args_at, uint32_t shared_at, uint32_t phase_at) {

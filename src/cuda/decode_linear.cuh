@@ -56,8 +56,59 @@ __device__ __forceinline__ void pass_over_slots(const DecodeArgs& args, const De
   __syncwarp();
 }
 
+// The usual phases of a model in FP4 (kHolds): all that run_linear_row would choose from is known, and the first weights are taken before x is
+// awaited.
+template <bool kTimed, class Function, class Stamp>
+__device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, const LinearStart& start,
+                                             const LinearShare& share, Function&& before_barrier, Stamp&& stamp) {
+  HeldMultiply<Fp4G128, Format::kFp4G128> multiply;
+  if (start.path & kOtherForm) DecodeBlock::barrier();      // partial sums are still read where x comes
+  {
+    const DecodeBlock block(args, afresh(shared));
+    const LinearPhase& p = *afresh(phase);
+    if (block.warp < p.k_warps && share.n_units > 0) multiply.take_first(block, p);
+  }
+  {
+    const DecodeBlock block(args, afresh(shared));
+    const ShortPath<1> work(block, *afresh(phase));
+    if (start.path & kAdds) work.add_to_residual((start.path & kNearX) && args.vectors_at != 0);
+    else work.take();
+  }
+  fetch_ahead(DecodeBlock(args, afresh(shared)), *afresh(phase), share);
+  int buffer;
+  {
+    const DecodeBlock block(args, afresh(shared));
+    buffer = block.small->places[block.warp].buffer;
+  }
+  stamp(1);
+  // The residual is everybody's, so x is prepared even where there are no units.
+#pragma unroll 1
+  for (int unit = 0; unit == 0 || unit < share.n_units; unit += share.batch) {
+    const int count = min(share.batch, share.n_units - unit);
+    {
+      const DecodeBlock block(args, afresh(shared));
+      const LinearPhase& p = *afresh(phase);
+      if (block.warp < p.k_warps) {
+        multiply.run(block, p, count, buffer, unit + count < share.n_units);
+      } else {
+        pass_over_slots(args, block, p, {count, 0, p.n_chunks, buffer});
+      }
+    }
+    const DecodeBlock block(args, afresh(shared));
+    const float* partials = reinterpret_cast<const float*>(block.scratch + args.cuts[0].partials_at) + buffer * args.cuts[0].partial_floats;
+    const ShortFinish<1> finish(block, *afresh(phase));
+    before_barrier();
+    DecodeBlock::barrier();
+    stamp(2);
+    finish.run(share.first + unit, unit, count, partials);
+    buffer ^= 1;
+  }
+  const DecodeBlock block(args, afresh(shared));
+  if (block.lane == 0) block.small->places[block.warp].buffer = buffer;
+}
+
 // Everything of one phase but the copies, for one row. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
-// the time, 1 when (the first) x is ready, 2 when the products are. kTimed: DecodeArgs::skips_products may be set.
+// the time, 1 when (the first) x is ready, 2 when the products are. kTimed: DecodeArgs::plain_reads may be set.
 template <KernelFormats kFormats, bool kTimed, class Function, class Stamp>
 __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
                                            Stamp&& stamp) {
@@ -80,6 +131,13 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
     start = afresh(phase)->start;
     share = linear_share(args, start.share);
     buffer = block.small->places[block.warp].buffer;
+  }
+  if constexpr (kFormats == KernelFormats::kUsual) {
+    if ((start.path & kHolds) && !(kTimed && args.plain_reads == PlainReads::kLinear) && stages_of_slot(args, afresh(phase)->stream) == 2 &&
+        (start.n_chunks == 1 || start.x_all_bytes <= args.cuts[start.share.form].x_bytes)) {
+      run_held_row<kTimed>(args, shared, phase, start, share, before_barrier, stamp);
+      return;
+    }
   }
   const bool adds = start.path & kAdds, is_short = (start.path & kShortX), ends_short = (start.path & kShortFinish);
   if (start.path & kOtherForm) DecodeBlock::barrier();      // partial sums are still read where x comes
@@ -114,7 +172,7 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
       if (unit == 0 && chunk == 0) stamp(1);
       step([&](const LinearBlock<1, false>& work) {
         const LinearPhase& p = work.p;
-        if (work.has_tile && !(kTimed && args.skips_products != 0)) {
+        if (work.has_tile && !(kTimed && args.plain_reads == PlainReads::kLinear)) {
           multiply_format<1, kFormats>(p.format, work.block, p, {count, chunk, at_once, buffer});
           return;
         }

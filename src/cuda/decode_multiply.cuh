@@ -135,6 +135,78 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
   __syncwarp();
 }
 
+// Products of one row, from slots of two stages, of which a warp holds in registers what it multiplies next. The first one is taken while x is
+// awaited, so that the ring has one slot more when there is nothing to multiply.
+template <class Codec, Format kFormat>
+struct HeldMultiply {
+  static constexpr TileShape kTile = tile_shape(kFormat);
+  typename Codec::Loaded tiles[2];  // of the next slot
+
+  // Where this warp is in the ring, and how a slot lies.
+  struct Ring {
+    const unsigned char *codes_at, *meta_at;
+    DecodeShared* small;
+    int lane, n_slots, slot_bytes, stage_bytes;
+    RingPlace place;
+    __device__ __forceinline__ Ring(const DecodeBlock& block, const LinearPhase& p)
+        : codes_at(block.ring + block.warp * kTile.code_bytes), meta_at(block.ring + p.tile_codes + block.warp * kTile.meta_bytes), small(block.small),
+          lane(block.lane), n_slots(block.args.n_slots), slot_bytes(block.args.slot_bytes), stage_bytes(p.stream.stage_bytes) {
+      const WarpPlace& warp_place = small->places[block.warp];
+      place = {warp_place.slot, warp_place.parity};
+    }
+    __device__ __forceinline__ void leave(const DecodeBlock& block) const {
+      WarpPlace& warp_place = block.small->places[block.warp];
+      __syncwarp();                 // all have read it
+      if (lane == 0) warp_place.slot = place.slot, warp_place.parity = place.parity;
+      __syncwarp();
+    }
+  };
+  // The slot is free again as soon as all warps have its weights.
+  __device__ __forceinline__ void take(Ring& ring) {
+    const int at = ring.place.slot * ring.slot_bytes;
+    barrier_wait_suspended(&ring.small->full[ring.place.slot], ring.place.parity);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) Codec::load(tiles[s], ring.codes_at + at + s * ring.stage_bytes, ring.meta_at + at + s * ring.stage_bytes, ring.lane);
+    __syncwarp();
+    if (ring.lane == 0) barrier_arrive(&ring.small->empty[ring.place.slot]);
+    ring.place.next(ring.n_slots);
+  }
+  __device__ __forceinline__ void take_first(const DecodeBlock& block, const LinearPhase& p) {
+    Ring ring(block, p);
+    take(ring);
+    ring.leave(block);
+  }
+  // All units of a batch, each in all of its chunks; more: another batch follows, so that its first slot is taken too.
+  __device__ __forceinline__ void run(const DecodeBlock& block, const LinearPhase& p, int n_units, int buffer, bool more) {
+    Ring ring(block, p);
+    const LinearCut& cut = block.args.cuts[0];
+    float* const partials = reinterpret_cast<float*>(block.scratch + cut.partials_at) + buffer * cut.partial_floats + block.warp * kTileRows;
+    const int unit_floats = p.stream.unit_partials, n_chunks = p.n_chunks, chunk_floats = p.k_warps * kTileRows;
+    int left = n_units * n_chunks + (more ? 1 : 0);          // slots, with the one that is held
+#pragma unroll 1
+    for (int chunk = 0; chunk < n_chunks; ++chunk) {
+      const LaneX<1> lane_x = make_lane_x<Codec, 1>(block, 1, n_chunks, chunk);
+      float* to = partials + chunk * chunk_floats;
+#pragma unroll 1
+      for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
+        typename Codec::template Product<1> products[2];
+#pragma unroll
+        for (int s = 0; s < 2; ++s) products[s].start(tiles[s], block.ring, lane_x, s);
+#pragma unroll
+        for (int i = 0; i < Codec::kSteps; ++i)
+#pragma unroll
+          for (int s = 0; s < 2; ++s) products[s].step(tiles[s], i);
+        float acc[1][2] = {};
+#pragma unroll
+        for (int s = 0; s < 2; ++s) products[s].finish(tiles[s], acc);
+        store_partials(to, acc, 1, ring.lane);
+        if (--left > 0) take(ring);
+      }
+    }
+    ring.leave(block);
+  }
+};
+
 // Formats of which a kernel has the code. Decoding is bound by instructions on their way to the warps, and the less code there is between what
 // runs, the more of it stays near them: FP4 with an FP8 head is 0.6 to 1 % faster without the other twelve (docs/performance.md).
 enum class KernelFormats { kUsual, kAll };

@@ -83,6 +83,7 @@ enum LinearPath : uint32_t {
   kNearX = 4,                       // of those: an AddNorm and a norm whose weights come ahead, where there is room for them
   kShortFinish = 8,                 // ShortFinish (decode_finish.cuh), likewise
   kOtherForm = 16,                  // the linear phase before has another form of x (LinearCut)
+  kHolds = 32,                      // HeldMultiply (decode_multiply.cuh), where slots of the ring have two stages
 };
 inline constexpr int32_t kNotAtOnce = 1 << 24;     // LinearStart::x_all_bytes where x is prepared chunk by chunk
 
@@ -168,6 +169,9 @@ struct alignas(16) DecodePhase {
 };
 static_assert(sizeof(DecodePhase) <= 400);
 
+// Phases that only read: weights, or keys and values, come as always but are not multiplied, so that all results are nonsense.
+enum class PlainReads : uint8_t { kNone, kLinear, kAttention };
+
 // Of one launch.
 struct DecodeArgs {
   const DecodePhase* phases;        // ends with kEnd
@@ -182,7 +186,7 @@ struct DecodeArgs {
   uint32_t* flags;                  // [kDecodeRows]: launches that wrote the row so far; then the count of finished blocks
 
   uint64_t* timeline;               // [phases][blocks][kDecodeStamps] cycles of the block's multiprocessor, or null; for one row
-  int32_t skips_products;           // with a timeline: weights, keys and values are read but not multiplied, and all results are nonsense
+  PlainReads plain_reads;           // with a timeline
 
   // Cut of shared memory, in bytes.
   int32_t slot_bytes, n_slots;

@@ -91,6 +91,7 @@ LinearPhase CudaExecutor::linear_phase(const PlannedPhase& planned, int index) c
   if (plan.row_warps == 1 && plan.k_warps >= kMatvecWarps - 1 && plan.n_chunks() <= 4 &&
       (phase.gated ? plan.n_chunks() == 1 : phase.epilogue == DecodeEpilogue::kStore))
     path |= kShortFinish;
+  if (plan.format == Format::kFp4G128 && (path & kShortX) && (path & kShortFinish)) path |= kHolds;
   phase.start = {share, plan.n_chunks(), phase.residual || phase.has_norm ? kNotAtOnce : plan.n_chunks() * x_chunk_bytes(1, x_group_bytes(form)), path};
   return phase;
 }
@@ -269,7 +270,7 @@ bool CudaExecutor::run_decode(const DecodeSegment& segment, const DecodeList& li
   if (segment.changes_residual) args.residual_out = buffers_.as<float>(layout_.rows[static_cast<size_t>(program_.residual_slot)]);
   args.flags = buffers_.as<uint32_t>(layout_.decode_flags) + int64_t{list.index} * kDecodeFlagWords;
   if (takes_times_ && rows == 1 && segment.phases.size() > 1) args.timeline = buffers_.as<uint64_t>(layout_.decode_timeline);
-  args.skips_products = skips_products_;
+  args.plain_reads = plain_reads_;
   launch_decode(context_, args, cut, device_.matvec.n_sms);
   return true;
 }
@@ -280,20 +281,22 @@ int64_t CudaExecutor::list_rows(const DecodeSegment& segment) const {
   return first.residual || !first.x.rows.present() ? n_tokens_ : n_rows(first.x.rows);
 }
 
-// Without products first: what that leaves in rows and caches is written over by the second run.
+// Plain reads first: what they leave in rows and caches is written over by the last run. One kind of phase at a time, so that each has its
+// real neighbours.
 std::vector<StepPart> CudaExecutor::time_step(size_t end) {
   check(cudaSetDevice(device_.device), "choosing the GPU");
   close_pages();
   end = std::min(end, program_.ops.size());
   bucket_position_ = bucket_position(last_position_);
   takes_times_ = true;
-  skips_products_ = true;
-  const std::vector<StepPart> reading = time_parts(end);
-  skips_products_ = false;
-  std::vector<StepPart> parts = time_parts(end);
+  const auto time_with = [&](PlainReads reads) {
+    plain_reads_ = reads;
+    return time_parts(end);
+  };
+  const std::vector<StepPart> linear = time_with(PlainReads::kLinear), attention = time_with(PlainReads::kAttention);
+  std::vector<StepPart> parts = time_with(PlainReads::kNone);
   takes_times_ = false;
-  for (size_t i = 0; i < parts.size(); ++i)
-    parts[i].reading = reading[i].reading;
+  for (size_t i = 0; i < parts.size(); ++i) parts[i].reading = linear[i].reading + attention[i].reading;      // one of them is 0
   return parts;
 }
 
@@ -350,7 +353,8 @@ void CudaExecutor::add_decode_parts(const DecodeSegment& segment, double microse
     }
     const auto end = static_cast<size_t>(segment.phases[phase].op) + 1;
     StepPart part = {op, end, cycles / total * microseconds, preparing / total * microseconds};
-    if (skips_products_) part.reading = part.microseconds;
+    if (plain_reads_ == (segment.phases[phase].kind == PhaseKind::kLinear ? PlainReads::kLinear : PlainReads::kAttention))
+      part.reading = part.microseconds;
     // The pieces of one matrix are one part.
     if (!parts.empty() && parts.back().op_end == end) {
       parts.back().microseconds += part.microseconds;

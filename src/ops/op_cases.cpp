@@ -299,7 +299,10 @@ void add_linears(Table& table) {
                        .norm = 2, .from_residual = true});
     ++nth;
   }
-  // Wide models: the norm's columns are more than a GPU block's warps take at once.
+  // Wide models: more units than a GPU has blocks, in one, two and four rounds of columns.
+  for (const int64_t cols : {4096, 7680, 15360})
+    add_linear(table, {.parts = {{Format::kFp4G128, 2300}}, .cols = cols, .n_tokens = 1});
+  // The norm's columns are more than a GPU block's warps take at once.
   for (const Format format : {Format::kFp4G128, Format::kQ4_K, Format::kFp8})
     for (const int n_tokens : {1, 3, 8})
       add_linear(table, {.parts = {{format, 21}}, .cols = 5376, .n_tokens = n_tokens, .norm = 1, .from_residual = true});
@@ -927,6 +930,36 @@ void add_layers(Table& table, const std::string& what, Format format, int64_t ff
   });
 }
 
+// One layer as wide as a large model: here a GPU's blocks have several units of each matrix, all of their warps multiply, and what a layer
+// adds to the residual is added in the next product's launch. qkv and gate|up take 15 warps, the others 16.
+void add_wide_layer(Table& table, Format format, int n_rows) {
+  add(table, "Step", fmt::format("a layer of 3840, {}, {} rows", info(format).name, n_rows), [=](CaseBuilder& builder) {
+    constexpr Geometry kGeometry = {"wide", 16, 2, 256, 128, 1e4, 256, true, false, 1};
+    constexpr int64_t kDim = 3840, kFfn = 4096;
+    const int64_t vocab = builder.program().vocab = 200, q_cols = int64_t{kGeometry.n_heads} * kGeometry.head_dim;
+    const Rows residual = builder.slot("residual", kDim, RowsKind::kResidual);
+    builder.program().residual_slot = residual.slot;
+    const Rows attended = builder.slot("attended", q_cols), block = builder.slot("block", kDim), hidden = builder.slot("hidden", kFfn);
+    const Rows gathered = builder.slot("gathered", kDim, RowsKind::kResidual, RowCount::kOutputs);
+    const Rows logits = builder.slot("logits", vocab, RowsKind::kLogits, RowCount::kOutputs);
+    const int cache = builder.cache(kGeometry.n_kv_heads, kGeometry.head_dim, builder.group(kGeometry.window));
+    const QkvFinish finish = make_finish(builder, kGeometry, false, cache);
+    builder.op(Embed{builder.matrix({{Format::kBf16, vocab}}, kDim), residual, 8});
+    builder.op(Linear{.weight = builder.matrix({{format, finish.qkv.cols}}, kDim), .x = residual, .norm = builder.norm(kDim), .y = finish.qkv});
+    builder.op(finish);
+    builder.op(Attention{finish.qkv.slice(0, q_cols), attended, kGeometry.n_heads, cache, kGeometry.scale / 4, 0});
+    builder.op(Linear{.weight = builder.matrix({{format, kDim}}, q_cols), .x = attended, .norm = {}, .y = block});
+    builder.op(AddNorm{residual, residual, block, builder.norm(kDim), 0, 1});
+    builder.op(Linear{.weight = builder.matrix({{format, kFfn}, {format, kFfn}}, kDim), .x = residual, .norm = builder.norm(kDim), .y = hidden,
+                      .epilogue = Epilogue::kGatedGelu});
+    builder.op(Linear{.weight = builder.matrix({{format, kDim}}, kFfn), .x = hidden, .norm = {}, .y = block});
+    builder.op(AddNorm{residual, residual, block, builder.norm(kDim), 0, 0.75f});
+    builder.op(GatherRows{residual, gathered});
+    builder.op(Linear{.weight = builder.matrix({{Format::kFp8, vocab}}, kDim), .x = gathered, .norm = builder.norm(kDim), .y = logits});
+    for (int row = 0; row < n_rows; ++row) builder.sequence(200 + 63 * row, 1);
+  });
+}
+
 // A chunk appended and attended in one step, at once with decode rows; then a sharing layer that reads the same cache with its own q.
 void add_append(Table& table, const Geometry& geometry, const std::vector<Tokens>& batch) {
   add(table, "Step", fmt::format("append and attend, {}, {}", geometry.name, describe(batch)), [=](CaseBuilder& builder) {
@@ -962,6 +995,7 @@ void add_steps(Table& table) {
   for (int n_tokens : {3, 7, 20, 70}) add_late_head(table, n_tokens);
   add_layers(table, "two layers, fp4, one row", Format::kFp4G128, 512, {200});
   add_layers(table, "two layers, fp4, four rows", Format::kFp4G128, 2304, {200, 70, 0, 127});
+  for (const int n_rows : {1, 3}) add_wide_layer(table, Format::kFp4G128, n_rows);
   add_layers(table, "two layers, q4_0, six rows", Format::kQ4_0, 2304, {300, 64, 63, 5, 191, 128});
   add_replay(table, "greedy, 3 runs with one input", 3, kGeometries[8], {0, 62, 63, 200}, {.n_logprobs = 2}, false);
   add_replay(
