@@ -298,11 +298,70 @@ class NameTest(PullCase):
             result = self.beryl("list")
             self.assertEqual(result.returncode, 0)
             self.assertIn(b"is damaged" if "x" not in damage else b"no pull wrote", result.stderr)
+            self.assertIn("is damaged", self.line("inspect", "one/llama"))   # and is not said to be unknown
             self.assertEqual([line.split()[0] for line in result.stdout.decode().splitlines()[1:]], ["one/gemma:Q4_0", "two/gemma:Q4_0"])
         self.assertEqual(self.beryl("rm", "one/gemma").returncode, 0)
         self.assertEqual(self.blobs(), [sha256(self.data)])   # the damaged one may mean it
         self.pull("hf:one/llama")
         self.assertEqual(len(self.listed()), 2)
+
+    def test_what_is_wrong_with_a_manifest_is_said_and_rm_takes_it(self):
+        manifest = self.store / "models" / "one%2Fllama:Q4_0" / ".beryl.json"
+        text = manifest.read_text()
+        size = f'"bytes": {len(self.data)}'
+        for damage, part in ((text[:-3], "is no JSON from byte"), ("[]", "an object with 'name' was expected"), (text.replace('"source"', '"x"'), "'source' is missing"),
+                             (text.replace("false", '"no"'), "'is_folder' is of type string, boolean was expected"), (text.replace('"files"', '"files": 3, "x"'), "'files' is of type number"),
+                             (text.replace('"files"', '"files": [], "x"'), "it has no files"), (text.replace(size, '"bytes": -5'), "'bytes' is '-5', a file's size was expected"),
+                             (text.replace(size, '"bytes": 1e300'), "'bytes' is"), (text.replace(size, f'"bytes": {2**63 - 1}'), "'bytes' is"),
+                             (text.replace('"one/llama:Q4_0"', '"two/gemma:Q4_0"'), "that of 'two/gemma:Q4_0'"), (text.replace(sha256(self.data), "", 1), "no pull wrote"),
+                             (None, "is missing")):
+            with self.subTest(part=part, damage=damage):
+                if damage is None:
+                    manifest.unlink()
+                else:
+                    manifest.write_text(damage)
+                shown = self.beryl("list").stderr.decode()
+                self.assertIn(part, shown)
+                self.assertIn("beryl rm one/llama:Q4_0", shown)
+                self.assertIn(part, self.line("inspect", "one/llama"))
+        self.assertIn(b"removed one/llama:Q4_0", self.beryl("rm", "llama").stderr)
+        self.assertEqual(self.beryl("list").stderr, b"")
+        # A name that may mean a damaged model does not silently mean another.
+        (self.store / "models" / "one%2Fgemma:Q4_0" / ".beryl.json").write_text("")
+        self.assertIn("one/gemma:Q4_0 or two/gemma:Q4_0", self.line("inspect", "gemma"))
+
+    def test_files_that_are_gone_are_told_by_list_and_by_every_use(self):
+        blob = self.store / "blobs" / sha256(self.data)
+        blob.chmod(0o644)
+        for damage, part in ((lambda: blob.write_bytes(b"GGUF"), f"has 4 bytes, {len(self.data)} were expected"), (blob.unlink, "is not there")):
+            damage()
+            for name, *_, digest in self.listed():
+                self.assertRegex(digest, f"^damaged: its file '[a-z]+-Q4_0.gguf' {part}.*pull it again")
+            self.assertRegex(self.line("inspect", "llama"), f"'one/llama:Q4_0' is damaged: .*{part}.*pull it again")
+        self.pull("hf:one/llama")
+        self.assertEqual({digest for *_, digest in self.listed()}, {sha256(self.data)[:12]})
+
+    def test_a_pull_that_only_compares_is_no_second_model(self):
+        before = self.beryl("list").stdout
+        (self.store / "incomplete").mkdir(exist_ok=True)
+        shutil.copy(self.store / "models" / "one%2Fllama:Q4_0" / ".beryl.json", self.store / "incomplete" / "one%2Fllama:Q4_0.json")
+        self.assertEqual(self.beryl("list").stdout, before)
+
+    def test_an_empty_name_is_none(self):
+        for option in ("--name", "--sha256"):
+            self.assertIn(f"{option} is empty", self.line("pull", "hf:one/llama", option, "", status=2))
+
+    def test_a_store_that_is_no_folder(self):
+        (self.folder / "plain").write_text("")
+        for place in ("/dev/null", self.folder / "plain", self.folder / "plain" / "store"):
+            self.beryl.environment["BERYL_STORE"] = str(place)
+            for command in (["list"], ["rm", "llama"], ["inspect", "llama"], ["pull", "hf:one/llama"]):
+                with self.subTest(place=place, command=command):
+                    self.assertRegex(self.line(*command), f"{place}: .* no folder .*BERYL_STORE")
+        self.assertIn("no such file or folder", self.line("inspect", "llama"))
+        self.beryl.environment["BERYL_STORE"] = str(self.folder / "nowhere")
+        result = self.beryl("list")
+        self.assertEqual((result.returncode, result.stderr.startswith(b"no models in ")), (0, True))
 
     def test_the_store_lies_where_it_is_told(self):
         for variables, place in (({"XDG_DATA_HOME": self.folder / "xdg"}, "xdg/beryl"),
@@ -737,6 +796,8 @@ class TogetherTest(PullCase):
                     self.assertTrue(chunk, seen)
                     seen += chunk
                 self.assertIn("being fetched right now", self.beryl("rm", "a/m").stderr.decode())
+                for _, _, *_, state in self.listed():
+                    self.assertEqual(state, "being fetched right now")
                 go_on.set()
                 for process in (first, second):
                     _, stderr = process.communicate(timeout=60)
@@ -798,7 +859,7 @@ class DiskTest(PullCase):
         (self.folder / "file").write_text("")
         self.beryl.environment["BERYL_STORE"] = str(self.folder / "file" / "store")
         self.fails(source, "file/store")
-        self.assertEqual(self.listed(), [])
+        self.assertEqual(self.beryl("list").returncode, 1)
 
 
 class ShownTest(PullCase):

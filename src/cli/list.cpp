@@ -32,10 +32,14 @@ int list(bool shows_all) {
   std::string text =
       fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", "NAME", name_width, "SIZE", "FORMAT", format_width, "DIGEST");
   for (const StoreEntry& entry : entries) {
-    const std::string digest = entry.is_complete ? entry.model.digest() : "not all of it is there: pull it again";
+    const bool has_digest = entry.is_complete && entry.damage.empty();
+    const std::string digest = has_digest            ? entry.model.digest()
+                               : entry.is_complete   ? "damaged: " + entry.damage
+                               : entry.is_under_way  ? "being fetched right now"
+                                                     : "not all of it is there: pull it again";
     text += fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", entry.model.name, name_width, human_bytes(entry.fetched_bytes),
                         entry.model.format, format_width,
-                        entry.is_complete && !shows_all ? digest.substr(0, kDigestLetters) : digest);
+                        has_digest && !shows_all ? digest.substr(0, kDigestLetters) : digest);
   }
   write_output(harmless_on_terminal(text));
   return 0;

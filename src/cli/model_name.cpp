@@ -17,8 +17,15 @@ std::string find_model(const std::string& given) {
   if (given.empty() || std::filesystem::exists(given, failure)) return given;
   if (failure) throw Error(ErrorCode::kIo, fmt::format("{}: cannot open: {}", quote(given, 200), failure.message()));
   const Store store(Store::default_folder());
-  if (const auto model = store.find(given)) return store.path_of(*model);
-  const std::vector<std::string> names = store.near(given);
+  std::vector<std::string> names;
+  try {
+    if (const auto model = store.find(given)) return store.path_of(*model);
+    names = store.near(given);
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::kIo) throw;
+    // Perhaps a file was meant, and no store was ever wanted.
+    throw Error(ErrorCode::kIo, fmt::format("{}: there is no such file or folder, and no store of models to look in: {}", quote(given, 200), error.what()));
+  }
   std::string hint = "'beryl list' shows the names";
   if (!names.empty()) hint = fmt::format("near: {}", fmt::join(names, ", "));
   if (given.starts_with("hf:") || given.starts_with("https://"))

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,7 +13,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <set>
+#include <stdexcept>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -44,6 +47,15 @@ std::string encoded(const std::string& name) {
   return text;
 }
 
+std::string decoded(std::string_view text) {
+  std::string name;
+  for (size_t at = text.find("%2F"); at != text.npos; at = text.find("%2F")) {
+    name.append(text.substr(0, at)).append("/");
+    text.remove_prefix(at + 3);
+  }
+  return name.append(text);
+}
+
 std::string to_json(const StoredModel& model) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
   for (const StoredFile& file : model.files)
@@ -65,35 +77,72 @@ bool is_file_name(const std::string& name) {
          name.find('\0') == name.npos;
 }
 
-// Empty: there is no such file. Throws Error(kBadInput) when it is none of ours.
-std::optional<StoredModel> read_manifest(const std::string& path) {
+// A manifest's member. Throws std::invalid_argument: what is wrong with it.
+const nlohmann::json& member(const nlohmann::json& object, const char* name, nlohmann::json::value_t type) {
+  if (!object.is_object()) throw std::invalid_argument(fmt::format("an object with '{}' was expected", name));
+  const auto found = object.find(name);
+  if (found == object.end()) throw std::invalid_argument(fmt::format("'{}' is missing", name));
+  if (found->type() != type)
+    throw std::invalid_argument(
+        fmt::format("'{}' is of type {}, {} was expected", name, found->type_name(), nlohmann::json(type).type_name()));
+  return *found;
+}
+
+std::string text_member(const nlohmann::json& object, const char* name) {
+  return member(object, name, nlohmann::json::value_t::string).get<std::string>();
+}
+
+// Of a file; -1: not known yet. What is no size would end up in sums and on the screen.
+int64_t bytes_member(const nlohmann::json& object, bool is_complete) {
+  constexpr int64_t kMost = int64_t{1} << 50;
+  const auto found = object.find("bytes");
+  if (found == object.end()) throw std::invalid_argument("'bytes' is missing");
+  const int64_t bytes = found->is_number_integer() ? found->get<int64_t>() : INT64_MIN;
+  if (bytes < (is_complete ? 0 : -1) || bytes > kMost)
+    throw std::invalid_argument(fmt::format("'bytes' is {}, a file's size was expected", quote(found->dump())));
+  return bytes;
+}
+
+// What helps where a model is damaged.
+std::string advice_for(const std::string& name) {
+  return fmt::format("pull the model again, or remove it: beryl rm {}", is_model_name(name) ? name : quote(name));
+}
+
+// Of the model `name`. Empty: there is no such file. Throws Error(kBadInput) when it is none of ours.
+std::optional<StoredModel> read_manifest(const std::string& path, const std::string& name, bool is_complete) {
   const std::optional<std::string> text = read_small_file(path, kMaxManifestBytes);
   if (!text) return std::nullopt;
   StoredModel model;
+  const auto refuse = [&](const std::string& why) {
+    throw Error(ErrorCode::kBadInput, fmt::format("{}: is damaged: {}; {}", path, why, advice_for(name)));
+  };
   try {
     const auto root = nlohmann::json::parse(*text);
-    model.name = root.at("name").get<std::string>();
-    model.source = root.at("source").get<std::string>();
-    model.format = root.at("format").get<std::string>();
-    model.is_folder = root.at("is_folder").get<bool>();
-    for (const auto& entry : root.at("files")) {
+    model.name = text_member(root, "name");
+    model.source = text_member(root, "source");
+    model.format = text_member(root, "format");
+    model.is_folder = member(root, "is_folder", nlohmann::json::value_t::boolean).get<bool>();
+    for (const auto& entry : member(root, "files", nlohmann::json::value_t::array)) {
       StoredFile file;
-      file.name = entry.at("name").get<std::string>();
-      file.bytes = entry.at("bytes").get<int64_t>();
-      file.sha256 = entry.at("sha256").get<std::string>();
-      file.git_sha1 = entry.at("git_sha1").get<std::string>();
-      file.partial_key = entry.at("partial").get<std::string>();
-      if (!is_file_name(file.name) || (!file.sha256.empty() && !is_hex(file.sha256, 64)) ||
-          !is_file_name(file.partial_key))
-        throw Error(ErrorCode::kBadInput,
-                    fmt::format("{}: holds the file {}, which no pull wrote", path, quote(file.name)));
+      file.name = text_member(entry, "name");
+      file.bytes = bytes_member(entry, is_complete);
+      file.sha256 = text_member(entry, "sha256");
+      file.git_sha1 = text_member(entry, "git_sha1");
+      file.partial_key = text_member(entry, "partial");
+      const bool has_digest = is_hex(file.sha256, 64) || (file.sha256.empty() && !is_complete);
+      if (!is_file_name(file.name) || !has_digest || !is_file_name(file.partial_key))
+        refuse(fmt::format("it holds the file {}, which no pull wrote", quote(file.name)));
       model.files.push_back(std::move(file));
     }
+  } catch (const nlohmann::json::parse_error& error) {
+    refuse(fmt::format("it is no JSON from byte {} on", error.byte));
   } catch (const nlohmann::json::exception&) {
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: is damaged: no manifest that a pull wrote", path));
+    refuse("no pull wrote it");   // a number that is none, for example
+  } catch (const std::invalid_argument& error) {
+    refuse(error.what());
   }
-  if (model.files.empty() || !is_model_name(model.name))
-    throw Error(ErrorCode::kBadInput, fmt::format("{}: is damaged: no manifest that a pull wrote", path));
+  if (model.name != name) refuse(fmt::format("it is that of {}", quote(model.name)));
+  if (model.files.empty()) refuse("it has no files");
   return model;
 }
 
@@ -206,35 +255,92 @@ std::string Store::incomplete_path(const std::string& name, const char* ending) 
   return folder_ + "/incomplete/" + encoded(name) + ending;
 }
 
+void Store::require_folder() const {
+  std::error_code failure;
+  const fs::file_status status = fs::status(folder_, failure);
+  if (status.type() == fs::file_type::not_found && failure != std::errc::not_a_directory) return;
+  if (failure && failure != std::errc::not_a_directory) fail_io(folder_, "cannot look for models there", failure.value());
+  if (failure || !fs::is_directory(status))
+    throw Error(ErrorCode::kIo, fmt::format("{}: models are to lie there, but it is no folder and can be none; BERYL_STORE names another", folder_));
+  if (::access(folder_.c_str(), R_OK | X_OK) != 0) fail_io(folder_, "cannot look for models there", errno);
+}
+
 OpenFile Store::lock() const {
+  require_folder();
   make_folders(folder_);
   return std::move(*open_locked(folder_ + "/lock", /*waits=*/true));
 }
 
-std::vector<StoreEntry> Store::entries(std::vector<std::string>& warnings) const {
+std::vector<StoreEntry> Store::entries(std::vector<std::string>& damaged) const {
+  require_folder();
   std::vector<StoreEntry> found;
-  const auto add = [&](const std::string& path, bool is_complete) {
+  const auto add = [&](const std::string& path, const std::string& name, bool is_complete) {
+    StoreEntry entry;
+    entry.model.name = name;
+    entry.is_complete = is_complete;
+    std::error_code failure;
     try {
-      if (std::optional<StoredModel> model = read_manifest(path)) found.push_back({std::move(*model), is_complete, 0});
+      if (std::optional<StoredModel> model = read_manifest(path, name, is_complete)) {
+        entry.model = std::move(*model);
+      } else if (is_complete && fs::exists(model_folder(name), failure)) {
+        entry.damage = fmt::format("{}: is missing; {}", path, advice_for(name));
+      } else {
+        return;   // removed in between
+      }
     } catch (const Error& error) {
-      warnings.emplace_back(error.what());
+      entry.damage = error.what();
     }
+    if (!entry.damage.empty()) damaged.push_back(entry.damage);
+    found.push_back(std::move(entry));
   };
   for (const std::string& name : names_in(folder_ + "/models"))
-    if (!name.starts_with('.')) add(folder_ + "/models/" + name + "/" + kManifest, true);
+    if (!name.starts_with('.')) add(folder_ + "/models/" + name + "/" + kManifest, decoded(name), true);
   for (const std::string& name : names_in(folder_ + "/incomplete"))
-    if (name.ends_with(".json")) add(folder_ + "/incomplete/" + name, false);
+    if (name.ends_with(".json")) add(folder_ + "/incomplete/" + name, decoded(name.substr(0, name.size() - 5)), false);
   return found;
+}
+
+std::string Store::damage_of(const StoredModel& model) const {
+  for (const StoredFile& file : model.files) {
+    const std::string path = model_folder(model.name) + "/" + file.name;
+    struct stat status = {};
+    if (::stat(path.c_str(), &status) != 0)
+      return fmt::format("its file {} is not there ({}); pull it again", quote(file.name), path);
+    if (status.st_size != file.bytes)
+      return fmt::format("its file {} has {} bytes, {} were expected ({}); pull it again", quote(file.name),
+                         status.st_size, file.bytes, path);
+  }
+  return {};
+}
+
+// Takes the lock for a moment; who wants it right then waits as for a pull.
+bool Store::is_claimed(const std::string& name) const {
+  const OpenFile file(::open(incomplete_path(name, ".lock").c_str(), O_RDONLY | O_CLOEXEC));
+  return file.get() >= 0 && ::flock(file.get(), LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
 }
 
 std::vector<StoreEntry> Store::list(std::vector<std::string>& warnings) const {
   std::vector<StoreEntry> found = entries(warnings);
+  std::erase_if(found, [](const StoreEntry& entry) { return !entry.damage.empty(); });
+  const auto is_all_there = [&](const StoreEntry& planned) {   // a pull that only compares, or was stopped while it did
+    return std::any_of(found.begin(), found.end(), [&](const StoreEntry& entry) {
+      return entry.is_complete && entry.model.name == planned.model.name && entry.model.digest() == planned.model.digest();
+    });
+  };
+  std::vector<StoreEntry> planned;
+  std::copy_if(found.begin(), found.end(), std::back_inserter(planned), [](const StoreEntry& entry) { return !entry.is_complete; });
+  std::erase_if(planned, is_all_there);
+  std::erase_if(found, [](const StoreEntry& entry) { return !entry.is_complete; });
   for (StoreEntry& entry : found) {
-    entry.fetched_bytes = entry.is_complete ? entry.model.bytes() : 0;
-    if (!entry.is_complete)
-      for (const StoredFile& file : entry.model.files)
-        entry.fetched_bytes +=
-            has_blob(file) ? file.bytes : stored_bytes(partial_folder() + "/" + file.partial_key + ".part");
+    entry.damage = damage_of(entry.model);
+    entry.fetched_bytes = entry.model.bytes();
+  }
+  for (StoreEntry& entry : planned) {
+    entry.is_under_way = is_claimed(entry.model.name);
+    for (const StoredFile& file : entry.model.files)
+      entry.fetched_bytes +=
+          has_blob(file) ? blob_bytes(file) : stored_bytes(partial_folder() + "/" + file.partial_key + ".part");
+    found.push_back(std::move(entry));
   }
   std::stable_sort(found.begin(), found.end(),
                    [](const StoreEntry& a, const StoreEntry& b) { return a.model.name < b.model.name; });
@@ -245,8 +351,13 @@ std::optional<StoredModel> Store::find(const std::string& name) const {
   std::vector<std::string> ignored;
   std::vector<StoreEntry> complete = entries(ignored);
   std::erase_if(complete, [](const StoreEntry& entry) { return !entry.is_complete; });
+  // A damaged one counts: that another may be meant as well does not make it the one that is.
   const StoreEntry* entry = the_one(meant(complete, name), name);
-  return entry == nullptr ? std::nullopt : std::optional(entry->model);
+  if (entry == nullptr) return std::nullopt;
+  if (!entry->damage.empty()) throw Error(ErrorCode::kBadInput, entry->damage);
+  if (const std::string damage = damage_of(entry->model); !damage.empty())
+    throw Error(ErrorCode::kBadInput, fmt::format("the model {} is damaged: {}", quote(entry->model.name), damage));
+  return entry->model;
 }
 
 std::string Store::path_of(const StoredModel& model) const {
@@ -267,7 +378,7 @@ std::vector<std::string> Store::near(const std::string& name) const {
       }
       best = std::min(best, distance);
     }
-    if (best != SIZE_MAX && entry.is_complete) scored.emplace_back(best, entry.model.name);
+    if (best != SIZE_MAX && entry.is_complete && entry.damage.empty()) scored.emplace_back(best, entry.model.name);
   }
   std::sort(scored.begin(), scored.end());
   std::vector<std::string> names;
@@ -278,6 +389,7 @@ std::vector<std::string> Store::near(const std::string& name) const {
 Removed Store::remove(const std::string& name) {
   std::vector<std::string> ignored;
   std::error_code failure;
+  require_folder();
   if (!fs::exists(folder_, failure))
     throw Error(ErrorCode::kBadInput,
                 fmt::format("there is no model {}: the store {} is not there", quote(name), folder_));
@@ -298,8 +410,11 @@ Removed Store::remove(const std::string& name) {
   make_folders(folder_ + "/incomplete");
   const std::optional<OpenFile> claimed = claim(removed.name);
   if (!claimed) throw Error(ErrorCode::kBadInput, fmt::format("{} is being fetched right now", quote(removed.name)));
-  if (!fs::remove_all(model_folder(removed.name), failure) && failure)
-    fail_io(model_folder(removed.name), "cannot remove", failure.value());
+  // In one step, as others see it; collect() takes what a kill leaves of the second.
+  const std::string place = model_folder(removed.name);
+  const std::string beside = fmt::format("{}/models/.{}-{}", folder_, ::getpid(), encoded(removed.name));
+  if (::rename(place.c_str(), beside.c_str()) != 0 && errno != ENOENT) fail_io(place, "cannot remove", errno);
+  if (!fs::remove_all(beside, failure) && failure) fail_io(beside, "cannot remove", failure.value());
   ::unlink(incomplete_path(removed.name, ".json").c_str());
   removed.freed_bytes = collect();
   remove_claim(removed.name);
@@ -342,6 +457,7 @@ int64_t Store::collect() {
 }
 
 std::optional<OpenFile> Store::claim(const std::string& name) {
+  require_folder();
   make_folders(folder_ + "/incomplete");
   return open_locked(incomplete_path(name, ".lock"), /*waits=*/false);
 }
@@ -349,9 +465,10 @@ std::optional<OpenFile> Store::claim(const std::string& name) {
 void Store::remove_claim(const std::string& name) { ::unlink(incomplete_path(name, ".lock").c_str()); }
 
 std::optional<StoredModel> Store::earlier(const std::string& name) const {
-  for (const std::string& path : {incomplete_path(name, ".json"), model_folder(name) + "/" + kManifest}) {
+  for (const bool is_complete : {false, true}) {
     try {
-      if (std::optional<StoredModel> model = read_manifest(path)) return model;
+      const std::string path = is_complete ? model_folder(name) + "/" + kManifest : incomplete_path(name, ".json");
+      if (std::optional<StoredModel> model = read_manifest(path, name, is_complete)) return model;
     } catch (const Error&) {
       // Damaged: then it knew nothing.
     }

@@ -4,8 +4,7 @@
 //   models/NAME/             the model as it was published: links to blobs under the files' own names, and a manifest.
 //                            What is opened is such a link, or the folder
 //   incomplete/NAME.json     what a pull is after; it outlives the pull, so that the next one goes on. NAME.lock: one
-//   is
-//                            at work
+//                            is at work
 //   partial/                 files on their way (partial_file.h)
 //   lock                     held while names change and while unused blobs are looked for
 //
@@ -47,6 +46,8 @@ struct StoreEntry {
   StoredModel model;
   bool is_complete = true;
   int64_t fetched_bytes = 0;
+  bool is_under_way = false;  // a pull is at it right now
+  std::string damage = {};    // of a complete one: what is wrong, as a sentence; empty: nothing
 };
 
 struct Removed {
@@ -61,11 +62,12 @@ class Store {
   explicit Store(std::string folder) : folder_(std::move(folder)) {}  // touches nothing
 
   const std::string& folder() const { return folder_; }
-  // By name; what a damaged manifest keeps from being listed is told in `warnings`.
+  // By name; what a damaged manifest keeps from being listed is told in `warnings`. Throws Error(kIo): what should be the
+  // store is no folder, or may not be looked into. No store at all is one without models.
   std::vector<StoreEntry> list(std::vector<std::string>& warnings) const;
 
   // The complete model of this name, or the only one that the name is a part of: OWNER/REPO:TAG is also REPO:TAG,
-  // OWNER/REPO and REPO. Throws Error(kBadInput) when several fit.
+  // OWNER/REPO and REPO. Throws Error(kBadInput) when several fit, or the one that fits is damaged.
   std::optional<StoredModel> find(const std::string& name) const;
   std::string path_of(const StoredModel& model) const;
   // Names like this one, the nearest first, three at most.
@@ -100,7 +102,12 @@ class Store {
   std::string model_folder(const std::string& name) const;
   std::string incomplete_path(const std::string& name, const char* ending) const;
   std::string blob_path(const std::string& sha256) const { return folder_ + "/blobs/" + sha256; }
-  std::vector<StoreEntry> entries(std::vector<std::string>& warnings) const;
+  // The damaged ones too, of which no more than the name may be known; they are counted and told in `damaged`.
+  std::vector<StoreEntry> entries(std::vector<std::string>& damaged) const;
+  // What of a complete model is not as it was fetched; empty: nothing that its files' sizes would tell.
+  std::string damage_of(const StoredModel& model) const;
+  void require_folder() const;
+  bool is_claimed(const std::string& name) const;
   OpenFile lock() const;
   int64_t collect();  // with the lock held; bytes that are free now
   void remove_claim(const std::string& name);
