@@ -163,6 +163,23 @@ class TalkTest(ChatCase):
         self.assertEqual(self.said(terminal), ["Where?"])
 
 
+    def test_what_no_forgetting_makes_room_for_is_said(self):
+        terminal = self.chat("--ctx", "160")
+        long = "This message is longer than all the context that there is. " * 4
+        for before in ("", "Where?"):                                   # in an empty talk, and in one
+            if before:
+                self.say(terminal, before)
+            shown = self.say(terminal, long)
+            self.assertRegex(shown, r"\Aberyl: this message alone takes \d+ positions, more than the context of 160, [^\n]*--ctx\)\n\Z")
+            self.assertNotIn("/forget", shown)
+        self.say(terminal, "/reset")
+        self.say(terminal, "/system " + "Be brief. " * 11)
+        shown = self.say(terminal, "This message would fit into the context, alone.")
+        self.assertRegex(shown, r"\Aberyl: this message and what the model is told [^\n]*context of 160, [^\n]*/system off[^\n]*--ctx\)\n\Z")
+        self.say(terminal, "/system off")
+        self.assertIn(DEFAULT, self.say(terminal, "This message would fit into the context, alone."))
+
+
 class CommandTest(ChatCase):
     def test_help_names_every_command(self):
         terminal = self.chat()
@@ -178,7 +195,8 @@ class CommandTest(ChatCase):
         self.say(terminal, "Where?")
         before = self.saved(terminal)
         for command, part in (("/fly", "there is no command '/fly'"), ("/reset now", "takes nothing"), ("/save", "name of a file"),
-                              ("/load", "name of a file"), ("/load /nowhere", "no such file"), ("/load .", "cannot read"), ("/set temp", "a name and a value"),
+                              ("/load", "name of a file"), ("/load /nowhere", "no such file"), ("/load .", "cannot read"), ("/set temp", "/set temp has no value, a number from 0 to 100 was expected; it is 0.7 now"),
+                              ("/set seed ", "random, was expected; it is random now"), ("/set colour", "no setting 'colour'; there are temp, "), ("/set temp=1", "no setting 'temp=1'"),
                               ("/set temp hot", "temp is 'hot', a number from 0 to 100 was expected"), ("/set temp -1", "from 0 to 100"),
                               ("/set temp nan", "from 0 to 100"), ("/set top-k 1.5", "whole number"), ("/set seed -3", "random"),
                               ("/set tokens 0", "or all"), ("/set think maybe", "on or off"), ("/set colour red", "no setting 'colour'"),

@@ -80,9 +80,15 @@ class Chat {
   void obey(const std::string& line);
   // Says it to the model. False: there is no reply, and the talk is as it was; a line has told why.
   bool say(const std::string& text);
-  bool fits(const Turn& turn) const;
+  // text: the message that the turn says. False: a line has told what would help.
+  bool fits(const Turn& turn, const std::string& text) const;
   void print_status(const GenerateResult& result) const;
   void set(const std::string& name, const std::string& value);
+  // Of a setting: its value now, and what it takes; empty: there is none of this name.
+  struct Setting {
+    std::string now, takes;
+  };
+  std::optional<Setting> setting(const std::string& name) const;
   nlohmann::ordered_json settings() const;
   std::string talk_text() const;   // how long it is, as a sentence
   void require_exchange() const;
@@ -182,7 +188,7 @@ void Chat::obey(const std::string& line) {
 
 bool Chat::say(const std::string& text) {
   const Turn turn = conversation_.next_turn(text);
-  failed_ = !fits(turn);
+  failed_ = !fits(turn, text);
   if (failed_) return false;
   ReplyWriter writer(speaker_.tokenizer(), options_.show_special, turn.in_thought);
   bool shows_progress = false;
@@ -221,12 +227,28 @@ bool Chat::say(const std::string& text) {
   return true;
 }
 
-bool Chat::fits(const Turn& turn) const {
+bool Chat::fits(const Turn& turn, const std::string& text) const {
   const int64_t n = speaker_.length_after(turn);
   if (n <= speaker_.context()) return true;
-  print_error(fmt::format("with this message the talk takes {} positions, more than the context of {} (--ctx). /forget drops the oldest "
-                          "message and its reply, /reset all of them; /save keeps the talk in a file",
-                          n, speaker_.context()));
+  const auto positions = [&](const std::string& system_text) {   // of this message, without the talk
+    const Conversation alone(speaker_.writer(), speaker_.tokenizer(), system_text, options_.think);
+    return static_cast<int64_t>(alone.next_turn(text).ids.size());
+  };
+  const std::string& system_text = conversation_.system_text();
+  const int64_t n_alone = positions(system_text);
+  if (n_alone <= speaker_.context()) {
+    print_error(fmt::format("with this message the talk takes {} positions, more than the context of {} (--ctx). /forget drops the oldest "
+                            "message and its reply, /reset all of them; /save keeps the talk in a file",
+                            n, speaker_.context()));
+  } else if (!system_text.empty() && positions("") <= speaker_.context()) {
+    print_error(fmt::format("this message and what the model is told before the talk take {} positions, more than the context of {}, whatever is "
+                            "forgotten: make one of them shorter (/system off drops the second), or the context larger (--ctx)",
+                            n_alone, speaker_.context()));
+  } else {
+    print_error(fmt::format("this message alone takes {} positions, more than the context of {}, whatever is forgotten: make it shorter, or the "
+                            "context larger (--ctx)",
+                            n_alone, speaker_.context()));
+  }
   return false;
 }
 
@@ -324,16 +346,35 @@ void Chat::load(const std::string& argument) {
   print_note(talk_text());
 }
 
+std::optional<Chat::Setting> Chat::setting(const std::string& name) const {
+  if (name == "think") return Setting{options_.think ? "on" : "off", "on or off"};
+  if (name == "tokens")
+    return Setting{options_.max_new == INT64_MAX ? "all" : fmt::format("{}", options_.max_new), fmt::format("a whole number from 1 to {}, or all,", INT32_MAX)};
+  for (const SpeakNumber& number : sampling_numbers()) {
+    if (name != number.name) continue;
+    const bool is_seed = number.integer == &SpeakOptions::seed;
+    return Setting{setting_text(options_, number), number.real != nullptr ? fmt::format("a number from {} to {}", number.least, number.most)
+                                                   : is_seed              ? "a whole number, or random,"
+                                                                          : fmt::format("a whole number from 0 to {:.0f}", number.most)};
+  }
+  return std::nullopt;
+}
+
 void Chat::set(const std::string& name, const std::string& value) {
+  const std::optional<Setting> known = setting(name);
+  if (!known) {
+    std::string names;
+    for (const SpeakNumber& number : sampling_numbers()) names += fmt::format("{}, ", number.name);
+    throw UsageError(fmt::format("there is no setting {}; there are {}tokens and think", quote(name), names));
+  }
+  if (value.empty()) throw UsageError(fmt::format("/set {} has no value, {} was expected; it is {} now", name, known->takes, known->now));
   const auto parse = [&]<class Number>(Number& number) {
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
     return error == std::errc() && end == value.data() + value.size();
   };
-  const auto refuse = [&](const std::string& expected) {
-    throw UsageError(fmt::format("{} is {}, {} was expected", name, quote(value), expected));
-  };
+  const auto refuse = [&] { throw UsageError(fmt::format("{} is {}, {} was expected", name, quote(value), known->takes)); };
   if (name == "think") {
-    if (value != "on" && value != "off") refuse("on or off");
+    if (value != "on" && value != "off") refuse();
     options_.think = value == "on";
     if (options_.think && !speaker_.writer().can_think())
       print_warning(fmt::format("this changes nothing: the chat format ({}) has no thinking", speaker_.writer().name()));
@@ -342,33 +383,31 @@ void Chat::set(const std::string& name, const std::string& value) {
   }
   if (name == "tokens") {
     int64_t number = 0;
-    if (value != "all" && (!parse(number) || number < 1 || number > INT32_MAX)) refuse(fmt::format("a whole number from 1 to {}, or all,", INT32_MAX));
+    if (value != "all" && (!parse(number) || number < 1 || number > INT32_MAX)) refuse();
     options_.max_new = value == "all" ? INT64_MAX : number;
     return;
   }
   const auto numbers = sampling_numbers();
   const auto found = std::find_if(numbers.begin(), numbers.end(), [&](const SpeakNumber& each) { return name == each.name; });
-  if (found == numbers.end()) throw UsageError(fmt::format("there is no setting {}; /set alone shows them all", quote(name)));
   if (found->real != nullptr) {
     double number = 0;
     // Written so that NaN is refused.
-    if (!parse(number) || !(number >= found->least && number <= found->most)) refuse(fmt::format("a number from {} to {}", found->least, found->most));
+    if (!parse(number) || !(number >= found->least && number <= found->most)) refuse();
     options_.*found->real = number;
     return;
   }
   int64_t number = 0;
   const bool is_seed = found->integer == &SpeakOptions::seed;
   if (is_seed && value == "random") number = -1;
-  else if (!parse(number) || number < 0 || static_cast<double>(number) > found->most)
-    refuse(is_seed ? "a whole number, or random," : fmt::format("a whole number from 0 to {:.0f}", found->most));
+  else if (!parse(number) || number < 0 || static_cast<double>(number) > found->most) refuse();
   options_.*found->integer = number;
 }
 
 void Chat::set_or_show(const std::string& argument) {
-  const size_t space = argument.find(' ');
   if (!argument.empty()) {
-    if (space == std::string::npos) throw UsageError(fmt::format("/set takes a name and a value, as in /set {} VALUE", quote(argument)));
-    set(argument.substr(0, space), argument.substr(argument.find_first_not_of(' ', space)));
+    constexpr const char* kBlanks = " \t\n";
+    const size_t end = std::min(argument.find_first_of(kBlanks), argument.size());
+    set(argument.substr(0, end), argument.substr(std::min(argument.find_first_not_of(kBlanks, end), argument.size())));
     return;
   }
   for (const SpeakNumber& number : sampling_numbers())
