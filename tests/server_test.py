@@ -8,6 +8,7 @@ The packages lie in an environment of their own in the cache folder, made once; 
 can not be had, and for `real` when neither model is there.
 """
 import json
+import math
 import os
 import pathlib
 import random
@@ -422,6 +423,21 @@ class RequestTest(ServerTest):
             self.assertEqual([server.request("GET", "/v1/models", headers={"Host": host})[0] for host in ("my.name:8080", "localhost", "other")], [200, 200, 403])
         with Server(beryl, self.model, *self.arguments, "--host", "0.0.0.0") as server:      # whoever has opened it to the network knows its names
             self.assertEqual(server.request("GET", "/v1/models", headers={"Host": "any.name"})[0], 200)
+
+    def test_who_opens_a_server_without_a_key_to_the_network_hears_so(self):
+        for host, shown, is_open in (("0.0.0.0", "127.0.0.1", True), ("0", "127.0.0.1", True), ("::", "::1", True), ("127.0.0.1", "127.0.0.1", False),
+                                     ("127.0.0.2", "127.0.0.2", False), ("::1", "::1", False), ("localhost", "localhost", False)):
+            if ":" in host and not pathlib.Path("/proc/net/if_inet6").exists():       # a machine without IPv6
+                continue
+            for key in ((), ("--api-key", "secret")):
+                with self.subTest(host=host, key=key), Server(beryl, self.model, *self.arguments, "--host", host, *key) as server:
+                    self.assertEqual(server.host, shown)
+                    self.assertEqual(server.request("GET", "/health")[0], 200)      # what is printed can be opened
+                    warnings = [line for line in server.lines if "anyone who reaches this machine" in line]
+                    self.assertEqual(len(warnings), is_open and not key, server.lines)
+                    self.assertTrue(all("--api-key" in line and "BERYL_API_KEY" in line for line in warnings))
+        result = beryl("serve", self.model, "--host", "")
+        self.assertEqual((result.returncode, b"--host is empty" in result.stderr), (2, True))
 
     def test_a_full_context_ends_the_reply_and_nothing_else(self):
         answer = self.chat([{"role": "user", "content": "x" * 440}], max_tokens=5000, seed=1, logit_bias={"249": -100, "250": -100})
@@ -945,8 +961,16 @@ class LeavingTest(ServerTest):
         for n_running, n_waiting in ((1, 0), (2, 0), (2, 1), (2, 2)):
             connections.append(self.server.send_post("/v1/chat/completions", self.long))
             wait_until(lambda: (lambda m: (m["requests_running"], m["requests_waiting"]))(self.server.metrics()) == (n_running, n_waiting))
+        def retry_after():                      # of what the server tells of itself
+            metrics = self.server.metrics()
+            n_ended = sum(value for name, value in metrics.items() if name.startswith("requests_total"))
+            return metrics["requests_waiting"] * metrics["step_seconds_total"] / max(n_ended, 1)
+        wait_until(lambda: retry_after() > 1.2)
+        least = retry_after()
         status, headers, answer = self.server.request("POST", "/v1/chat/completions", {"messages": HELLO, "max_tokens": 1})
-        self.assertEqual((status, headers["Retry-After"], answer["error"]["type"]), (503, "1", "overloaded_error"))
+        self.assertEqual((status, answer["error"]["type"]), (503, "overloaded_error"))
+        self.assertLessEqual(math.ceil(least), int(headers["Retry-After"]))
+        self.assertLessEqual(int(headers["Retry-After"]), math.ceil(retry_after()))
         for connection in connections:
             connection.close()
         self.wait_until_idle()

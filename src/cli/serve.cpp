@@ -101,6 +101,7 @@ void require_keys(const std::vector<std::string>& keys) {
 
 int serve(const ServeOptions& options) {
   require_keys(options.keys);
+  if (options.host.empty()) throw UsageError("--host is empty, an address of this machine was expected");
   const EndSignals signals;
   Model model = open_model(options.model);
   for (const std::string& warning : model.checkpoint->warnings()) print_warning(warning);
@@ -162,8 +163,10 @@ int serve(const ServeOptions& options) {
   http.max_body_bytes = static_cast<size_t>(options.max_body_bytes);
   server::HttpServer listener(options.host, static_cast<int>(options.port), http, api.handlers());
   start_thread("a thread for a connection", [] {}).join();   // every client needs one: without any the server would be of no use
-  const std::string address =
-      fmt::format("http://{}:{}/", options.host.find(':') == std::string::npos ? options.host : "[" + options.host + "]", listener.port());
+  if (!listener.is_local() && options.keys.empty())
+    print_warning(fmt::format("--host {} without a key: anyone who reaches this machine can use the model; --api-key KEY, or {} in the environment, "
+                              "answers only who sends it", options.host, kKeyVariable));
+  const std::string address = fmt::format("http://{}:{}/", listener.url_host(), listener.port());
   print_note(fmt::format("{} at {}v1{} ({}, context {}, {} at once). Ctrl-C ends.", served.id, address,
                          server::has_page() ? fmt::format(", a page to talk with it at {}", address) : "", backend->name(),
                          limits.run.context, limits.run.n_sequences));

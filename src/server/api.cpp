@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <ctime>
+#include <iterator>
+#include <numeric>
 #include <random>
 
 #include <fmt/chrono.h>
@@ -47,14 +49,6 @@ ApiError wrong_method(const HttpRequest& request, const char* right, const char*
   ApiError error(405, fmt::format("{} takes {}, not {}", request.path, right, quote(request.method)));
   error.allow = allow;
   return error;
-}
-
-HttpResponse error_response(const ApiError& error, bool anthropic) {
-  HttpResponse response = json_response(anthropic ? anthropic_error(error) : openai_error(error), error.status);
-  if (!error.allow.empty()) response.headers.emplace_back("Allow", error.allow);
-  if (error.status == 503) response.headers.emplace_back("Retry-After", "1");
-  if (error.status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
-  return response;
 }
 
 ApiError to_api_error(const Error& error) {
@@ -179,12 +173,26 @@ Api::Api(const ServedModel& model, ApiOptions options) : model_(model), options_
 HttpResponse Api::answer_too_large(const HttpRequest& request) {
   ++n_requests_;
   const ApiError error(413, fmt::format("the body is larger than the {} bytes that this server reads", options_.max_body_bytes));
-  return finish(error_response(error, is_anthropic(request)));
+  return finish(error_answer(error, request));
 }
 
 HttpResponse Api::answer_malformed(const HttpRequest& request, int status, const std::string& what) {
   ++n_requests_;
-  return finish(error_response(ApiError(status, what), is_anthropic(request)));
+  return finish(error_answer(ApiError(status, what), request));
+}
+
+// Requests that have ended, in whatever way: each made room for another.
+static int64_t n_finished(const EngineCounts& counts) { return std::accumulate(std::begin(counts.finished), std::end(counts.finished), int64_t{0}); }
+
+HttpResponse Api::error_answer(const ApiError& error, const HttpRequest& request) {
+  HttpResponse response = json_response(is_anthropic(request) ? anthropic_error(error) : openai_error(error), error.status);
+  if (!error.allow.empty()) response.headers.emplace_back("Allow", error.allow);
+  if (error.status == 503) {
+    const EngineCounts counts = model_.engine.counts();
+    response.headers.emplace_back("Retry-After", fmt::format("{}", finish_rate_.retry_after(counts.n_waiting, n_finished(counts), counts.step_seconds)));
+  }
+  if (error.status == 401) response.headers.emplace_back("WWW-Authenticate", "Bearer");
+  return response;
 }
 
 std::optional<HttpResponse> Api::refuse(const HttpRequest& request) {
@@ -193,7 +201,7 @@ std::optional<HttpResponse> Api::refuse(const HttpRequest& request) {
     return std::nullopt;
   } catch (const ApiError& error) {
     ++n_requests_;
-    return finish(error_response(error, is_anthropic(request)));
+    return finish(error_answer(error, request));
   }
 }
 
@@ -244,17 +252,19 @@ bool Api::is_from_elsewhere(const HttpRequest& request) const {
 
 HttpResponse Api::answer(HttpRequest& request) {
   ++n_requests_;
+  const EngineCounts counts = model_.engine.counts();
+  finish_rate_.note(n_finished(counts), counts.step_seconds);
   HttpResponse response;
   try {
     response = route(request);
   } catch (const ApiError& error) {
-    response = error_response(error, is_anthropic(request));
+    response = error_answer(error, request);
   } catch (const Error& error) {
-    response = error_response(to_api_error(error), is_anthropic(request));
+    response = error_answer(to_api_error(error), request);
   } catch (const std::bad_alloc&) {
-    response = error_response(ApiError(503, "the server has no memory for this request"), is_anthropic(request));
+    response = error_answer(ApiError(503, "the server has no memory for this request"), request);
   } catch (const std::exception& error) {
-    response = error_response(ApiError(500, error.what()), is_anthropic(request));
+    response = error_answer(ApiError(500, error.what()), request);
   }
   return finish(std::move(response));
 }

@@ -15,6 +15,7 @@
 #include "server/api_error.h"
 #include "server/generation.h"
 #include "server/http_server.h"
+#include "server/retry_after.h"
 
 namespace beryl::server {
 
@@ -49,6 +50,7 @@ class Api {
   void require_admission(const HttpRequest& request) const;
   bool is_preflight(const HttpRequest& request) const;
   HttpResponse finish(HttpResponse response);
+  HttpResponse error_answer(const ApiError& error, const HttpRequest& request);
   bool has_key(const HttpRequest& request) const;
   bool is_called_by_name(const HttpRequest& request) const;
   // Did a browser send it for a page that is not this server's, and that --cors does not let in? A page can send a POST anywhere without
@@ -66,6 +68,7 @@ class Api {
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::atomic<bool> draining_ = false;
   std::atomic<int64_t> n_requests_ = 0, n_errors_ = 0;
+  FinishRate finish_rate_;
 };
 
 // POST routes: each reads the body, submits, and answers whole or as a stream of events.

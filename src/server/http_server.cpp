@@ -53,8 +53,34 @@ std::string advice_for(int error) {
   }
 }
 
-// A listening socket, and the port that it got.
-int listen_on(const std::string& host, int port, int& bound_port) {
+struct BoundTo {
+  int port = 0;
+  bool is_local = false;   // a loopback address
+  bool is_any = false;     // all of the machine's
+  bool is_ip6 = false;
+};
+
+BoundTo read_address(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET6) {
+    const auto& ip6 = reinterpret_cast<const sockaddr_in6&>(address);
+    const uint8_t* const bytes = ip6.sin6_addr.s6_addr;
+    const bool is_mapped = IN6_IS_ADDR_V4MAPPED(&ip6.sin6_addr);
+    return {ntohs(ip6.sin6_port), IN6_IS_ADDR_LOOPBACK(&ip6.sin6_addr) || (is_mapped && bytes[12] == 127), IN6_IS_ADDR_UNSPECIFIED(&ip6.sin6_addr) != 0, true};
+  }
+  const auto& ip4 = reinterpret_cast<const sockaddr_in&>(address);
+  const uint32_t number = ntohl(ip4.sin_addr.s_addr);
+  return {ntohs(ip4.sin_port), number >> 24 == 127, number == INADDR_ANY, false};
+}
+
+std::string host_of_url(const std::string& host, const BoundTo& bound) {
+  if (bound.is_any) return bound.is_ip6 ? "[::1]" : "127.0.0.1";
+  if (host.find(':') == std::string::npos) return host;
+  const size_t zone = host.find('%');   // of fe80::1%eth0, for example
+  return zone == std::string::npos ? fmt::format("[{}]", host) : fmt::format("[{}%25{}]", host.substr(0, zone), host.substr(zone + 1));
+}
+
+// A listening socket, and what it got.
+int listen_on(const std::string& host, int port, BoundTo& bound) {
   addrinfo hints = {};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
@@ -74,8 +100,7 @@ int listen_on(const std::string& host, int port, int& bound_port) {
   sockaddr_storage address = {};
   socklen_t length = sizeof address;
   getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
-  bound_port = ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
-                                                   : reinterpret_cast<sockaddr_in&>(address).sin_port);
+  bound = read_address(address);
   return listener;
 }
 
@@ -397,7 +422,11 @@ int affordable_connections(int wanted) {
 HttpServer::HttpServer(const std::string& host, int port, const HttpLimits& limits, HttpHandlers handlers)
     : limits_(limits), handlers_(std::move(handlers)) {
   watch_ = std::make_unique<ConnectionWatch>(limits.max_connections, limits.header_time, limits.idle_time);
-  listener_ = listen_on(host, port, port_);
+  BoundTo bound;
+  listener_ = listen_on(host, port, bound);
+  port_ = bound.port;
+  is_local_ = bound.is_local;
+  url_host_ = host_of_url(host, bound);
   const int n_connections = accepted_connections(limits.max_connections);
   log_ = std::make_unique<HttpLog>();
   daemon_ = MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG,

@@ -90,6 +90,10 @@ class HttpServer {
   HttpServer& operator=(const HttpServer&) = delete;
 
   int port() const { return port_; }
+  // Can nobody reach it but this machine?
+  bool is_local() const { return is_local_; }
+  // How a URL that this machine can open names it: as it was asked for, but for "all addresses", which is none.
+  const std::string& url_host() const { return url_host_; }
   // Accepts no more connections. Of those that are open the replies go on; a request has to be whole within half a second from
   // here on, and who takes nothing of its reply, or next to nothing, is cut off after header_time.
   void stop_accepting();
@@ -103,6 +107,8 @@ class HttpServer {
   const HttpHandlers handlers_;
   std::atomic<int> n_active_ = 0;
   int port_ = 0;
+  bool is_local_ = false;
+  std::string url_host_;
   int listener_ = -1;   // ours again once the daemon was told to stop accepting
   std::unique_ptr<HttpLog> log_;
   std::unique_ptr<ConnectionWatch> watch_;

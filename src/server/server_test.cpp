@@ -21,6 +21,7 @@
 #include "server/api.h"
 #include "server/http_server.h"
 #include "server/letter_tokenizer.h"
+#include "server/retry_after.h"
 
 namespace beryl::server {
 namespace {
@@ -363,6 +364,27 @@ TEST_F(ServerTest, AnIdleConnectionMakesRoomForANewOne) {
   backend_.most_rows = INT64_MAX;
   for (Client* each : {&first, &fourth}) EXPECT_EQ(status_of(each->read_until("}}")), 200);
   EXPECT_EQ(asks(silent), 200);
+}
+
+TEST(RetryAfter, IsWhenThoseThatWaitWillHaveBeenLetIn) {
+  EXPECT_EQ(retry_after_seconds(0, 0, 0), 1);
+  EXPECT_EQ(retry_after_seconds(0, 100, 10), 1);     // only a place was missing
+  EXPECT_EQ(retry_after_seconds(64, 640, 60), 6);
+  EXPECT_EQ(retry_after_seconds(64, 630, 60), 7);    // rounded up: who comes too early is sent away again
+  EXPECT_EQ(retry_after_seconds(3, 1, 10), 30);
+  EXPECT_EQ(retry_after_seconds(3, 0, 10), 30);      // none has ended so far
+  EXPECT_EQ(retry_after_seconds(64, 1, 60), 60);
+  EXPECT_EQ(retry_after_seconds(1 << 20, 0, 1e9), 60);
+}
+
+TEST(RetryAfter, IsMeasuredOverTheLastMinuteOfWork) {
+  FinishRate rate;
+  EXPECT_EQ(rate.retry_after(64, 0, 0), 1);
+  EXPECT_EQ(rate.retry_after(2, 4, 20), 10);         // of four in twenty seconds
+  for (int second = 1; second <= 100; ++second) rate.note(second, second);            // one a second
+  EXPECT_EQ(rate.retry_after(8, 100, 100), 8);
+  for (int second = 101; second <= 400; ++second) rate.note(100 + 10 * (second - 100), second);   // then ten
+  EXPECT_EQ(rate.retry_after(50, 3100, 400), 5);
 }
 
 TEST_F(ServerTest, AKeyIsLookedAtBeforeTheBody) {
