@@ -492,6 +492,52 @@ class RequestTest(ServerTest):
         # The host within it is the one that counts.
         self.assertEqual((get("http://evil.example/v1/models"), get("http://localhost/v1/models", "evil.example")), (403, 200))
 
+    def test_what_is_wrong_with_a_message_names_the_clients_own(self):
+        # Each API's list becomes one of its own here, with other numbers.
+        template = self.folder / "template.jinja"
+        template.write_text("{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('not that') }}{% endif %}{{ m.content }}{% endfor %}")
+        def text(words):
+            return {"role": "user", "content": words}
+        reply = {"role": "assistant", "content": "b"}
+        call, result = {"type": "tool_use", "id": "t", "name": "f", "input": {}}, {"type": "tool_result", "tool_use_id": "t", "content": "r"}
+        calls = [{"type": "function_call", "call_id": c, "name": "f", "arguments": "{}"} for c in "cd"]
+        outputs = [{"type": "function_call_output", "call_id": c, "output": "r"} for c in "cd"]
+        with Server(beryl, self.model, *self.arguments, "--chat-template", template) as server:
+            for path, body, field in (
+                    ("chat/completions", {"messages": [text("a"), reply, text("bad")]}, "messages.2"),
+                    ("messages", {"system": "s", "messages": [text("a"), {"role": "assistant", "content": [{"type": "text", "text": "b"}, call]},
+                                                              {"role": "user", "content": [result, {"type": "text", "text": "bad"}]}]}, "messages.2"),
+                    ("messages", {"system": "bad", "messages": [text("a")]}, "system"),
+                    ("messages", {"messages": [text("bad")]}, "messages.0"),
+                    ("responses", {"instructions": "s", "input": [text("a"), *calls, *outputs, reply, text("bad")]}, "input.6"),
+                    ("responses", {"input": [text("a"), *calls, outputs[0] | {"output": "bad"}]}, "input.3"),
+                    ("responses", {"instructions": "bad", "input": "a"}, "instructions"), ("responses", {"input": "bad"}, "input")):
+                with self.subTest(path=path, body=body):
+                    status, answer = server.post(f"/v1/{path}", {"max_tokens": 1} | body)
+                    self.assertEqual((status, answer["error"].get("param", field)), (400, field), answer)
+                    self.assertRegex(answer["error"]["message"], rf"\A'{field}': .*not that")
+        # Parts of messages too.
+        for path, body, field in (("messages", {"messages": [text([{"type": "text", "text": "x"}, {"type": "image"}])]}, "messages.0.content.1"),
+                                  ("messages", {"messages": [text([{"type": "text", "text": "x"}, {"type": "text"}])]}, "messages.0.content.1.text"),
+                                  ("messages", {"messages": [text("a")], "system": [{"type": "text", "text": "x"}, 5]}, "system.1"),
+                                  ("messages", {"messages": [text("a")], "tools": [{"name": "f", "input_schema": {}}, {"type": "bash_20250124"}]}, "tools.1"),
+                                  ("responses", {"input": [text([{"type": "input_text", "text": "x"}, {"type": "input_image"}])]}, "input.0.content.1"),
+                                  ("responses", {"input": "a", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}, "tools.1")):
+            with self.subTest(path=path, field=field):
+                self.refused(f"/v1/{path}", {"max_tokens": 1} | body, f"'{field}' ")
+
+    def test_request_lines_that_are_none(self):
+        def status_of(line):
+            with self.server.connect() as connection:
+                connection.sendall(line + b"\r\nHost: localhost\r\n\r\n")
+                answer = connection.makefile("rb").read()               # the connection closes in any case
+            return int(answer.split()[1]) if answer else None
+        for line, status in ((b"GET /" + b"x" * 40_000 + b" HTTP/1.1", 414), (b"GET / HTTP/2.0", 505), (b"GET / HTTP/0.9", 505), (b"GET / SPDY/3", 400),
+                             (b"GET /", 400), (b"GARBAGE", None)):
+            with self.subTest(line=line[:20]):
+                self.assertEqual(status_of(line), status)
+        self.chat(max_tokens=1)
+
     def test_a_page_of_elsewhere_can_not_make_the_server_compute(self):
         """A simple POST needs no preflight; a page could send it to any address, though not read the answer."""
         def post(server, headers, path="/v1/completions"):
@@ -630,7 +676,7 @@ class RequestTest(ServerTest):
             function = good | change
             with self.subTest(change=change):
                 self.refused("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": function}]}, f"tools.0.function.{field}")
-                self.refused("/v1/responses", {"input": "x", "tools": [{"type": "function"} | function]}, f"tools.{field}")
+                self.refused("/v1/responses", {"input": "x", "tools": [{"type": "function"} | function]}, f"'tools.0.{field}'")
                 flat = {"input_schema" if name == "parameters" else name: value for name, value in function.items()}
                 self.assertIn(field.replace("parameters", "input_schema"), self.refused("/v1/messages", {"messages": HELLO, "max_tokens": 1, "tools": [flat]})["message"])
         self.refused("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": good}] * 2}, "two functions", "'f'")

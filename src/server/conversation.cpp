@@ -129,9 +129,11 @@ Conversation read_conversation(const Fields& fields) {
   const Json* messages = fields.array("messages");
   if (messages == nullptr || messages->empty()) fields.refuse("messages", "an array of at least one message");
   conversation.messages = *messages;
-  conversation.is_as_sent = true;
   std::set<std::string> calls;
-  for (size_t i = 0; i < conversation.messages.size(); ++i) read_message(conversation.messages[i], fmt::format("messages.{}", i), calls);
+  for (size_t i = 0; i < conversation.messages.size(); ++i) {
+    conversation.places.push_back(fmt::format("messages.{}", i));
+    read_message(conversation.messages[i], conversation.places.back(), calls);
+  }
   if (const Json* tools = fields.array("tools")) conversation.options.tools = read_chat_tools(*tools);
   conversation.tool_choice = read_tool_choice(fields, conversation.options.tools);
   if (const Json* format = fields.object("response_format")) conversation.form = read_reply_form(*format, "response_format");
@@ -154,9 +156,9 @@ ApiError to_message_error(const std::string& what, const Conversation& conversat
   const char* const end = what.data() + what.size();
   const char* rest = end;
   if (what.starts_with(kBegin)) rest = std::from_chars(what.data() + kBegin.size(), end, index).ptr;
-  const bool is_one = conversation.is_as_sent && std::string_view(rest, static_cast<size_t>(end - rest)).starts_with(": ");
+  const bool is_one = index < conversation.places.size() && std::string_view(rest, static_cast<size_t>(end - rest)).starts_with(": ");
   if (!is_one) return ApiError(400, what, conversation.field);
-  const std::string field = fmt::format("{}.{}", conversation.field, index);
+  const std::string& field = conversation.places[index];
   return ApiError(400, fmt::format("'{}'{}", field, rest), field);
 }
 

@@ -1,6 +1,7 @@
 // A conversation as a request has it, and the prompt that the model is given for it.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "server/generation.h"
@@ -13,7 +14,7 @@ namespace beryl::server {
 struct Conversation {
   Json messages;           // OpenAI's list
   std::string field = "messages";   // of the request, where they came from
-  bool is_as_sent = false; // message i is that of the request
+  std::vector<std::string> places = {};   // of each message: the request's field that it comes from, or the first of these
   ChatOptions options;     // tools, thinking, the template's variables
   ToolChoice tool_choice;
   ReplyForm form;

@@ -32,10 +32,12 @@ std::string text_of(const Json& value, const std::string& where) {
   if (value.is_string()) return value.get<std::string>();
   if (!value.is_array()) refuse(where, fmt::format("is {}, a text or an array of blocks was expected", in_words(value)));
   std::string text;
-  for (const Json& block : value) {
-    if (!block.is_object()) refuse(where, fmt::format("holds {}, blocks were expected", in_words(block)));
-    const Fields fields(block, where + ".");
-    if (fields.required_string("type") != "text") refuse(where, fmt::format("holds a block of type {}, only texts can be read here", in_words(block["type"])));
+  for (size_t i = 0; i < value.size(); ++i) {
+    const Json& block = value[i];
+    const std::string place = fmt::format("{}.{}", where, i);
+    if (!block.is_object()) refuse(place, fmt::format("is {}, a block was expected", in_words(block)));
+    const Fields fields(block, place + ".");
+    if (fields.required_string("type") != "text") refuse(place, fmt::format("is a block of type {}, only texts can be read here", in_words(block["type"])));
     text += fields.required_string("text");
   }
   return text;
@@ -46,9 +48,11 @@ std::string text_of(const Json& value, const std::string& where) {
 void add_blocks(const std::string& role, const Json& content, const std::string& where, Json& messages, std::set<std::string>& known) {
   std::string text, reasoning;
   Json calls = Json::array();
-  for (const Json& block : content) {
-    if (!block.is_object()) refuse(where, fmt::format("holds {}, blocks were expected", in_words(block)));
-    const Fields fields(block, where + ".");
+  for (size_t i = 0; i < content.size(); ++i) {
+    const Json& block = content[i];
+    const std::string place = fmt::format("{}.{}", where, i);
+    if (!block.is_object()) refuse(place, fmt::format("is {}, a block was expected", in_words(block)));
+    const Fields fields(block, place + ".");
     const std::string type = fields.required_string("type");
     if (type == "text") {
       text += fields.required_string("text");
@@ -65,12 +69,12 @@ void add_blocks(const std::string& role, const Json& content, const std::string&
     } else if (type == "tool_result" && role == "user") {
       const Json* result = fields.find("content");
       const std::string id = fields.required_string("tool_use_id");
-      if (!known.contains(id)) refuse(where + ".tool_use_id", fmt::format("is {}, the id of a tool_use before it was expected", quote(id)));
+      if (!known.contains(id)) refuse(place + ".tool_use_id", fmt::format("is {}, the id of a tool_use before it was expected", quote(id)));
       // The model's formats have no other place for it.
       const char* const begin = fields.boolean("is_error", false) ? "Error: " : "";
-      messages.push_back({{"role", "tool"}, {"tool_call_id", id}, {"content", begin + (result == nullptr ? "" : text_of(*result, where + ".content"))}});
+      messages.push_back({{"role", "tool"}, {"tool_call_id", id}, {"content", begin + (result == nullptr ? "" : text_of(*result, place + ".content"))}});
     } else {
-      refuse(where, fmt::format("holds a block of type {}, which this model can not be given here", quote(type)));
+      refuse(place, fmt::format("is a block of type {}, which this model can not be given here", quote(type)));
     }
   }
   if (text.empty() && calls.empty() && reasoning.empty()) return;
@@ -83,11 +87,13 @@ void add_blocks(const std::string& role, const Json& content, const std::string&
 void read_tools(const Fields& fields, Conversation& conversation) {
   Json tools = Json::array();
   if (const Json* given = fields.array("tools"))
-    for (const Json& tool : *given) {
-      if (!tool.is_object()) fields.refuse("tools", "an array of objects");
-      const Fields each(tool, "tools.");
+    for (size_t i = 0; i < given->size(); ++i) {
+      const Json& tool = (*given)[i];
+      const std::string place = fmt::format("tools.{}", i);
+      if (!tool.is_object()) refuse(place, fmt::format("is {}, an object was expected", in_words(tool)));
+      const Fields each(tool, place + ".");
       if (const std::optional<std::string> type = each.string("type"); type && *type != "custom")
-        refuse("tools", fmt::format("holds a tool of type {}; tools of the type custom are what this server can do", quote(*type)));
+        refuse(place, fmt::format("is a tool of type {}; tools of the type custom are what this server can do", quote(*type)));
       tools.push_back({{"type", "function"}, {"function", read_function(each, "input_schema")}});
     }
   require_different_names(tools);
@@ -118,6 +124,7 @@ Conversation read_messages(const Fields& fields) {
   if (const Json* system = fields.find("system")) {
     const std::string text = text_of(*system, "system");
     if (!text.empty()) conversation.messages.push_back({{"role", "system"}, {"content", text}});
+    conversation.places.resize(conversation.messages.size(), "system");
   }
   const Json* messages = fields.array("messages");
   if (messages == nullptr || messages->empty()) fields.refuse("messages", "an array of at least one message");
@@ -136,6 +143,7 @@ Conversation read_messages(const Fields& fields) {
     } else {
       add_blocks(role, *content, where + ".content", conversation.messages, calls);
     }
+    conversation.places.resize(conversation.messages.size(), where);   // none, one, or several: results of tools are messages of their own
     if (i + 1 == messages->size() && role == "assistant")
       refuse(where + ".role", "is assistant; a conversation must end with a user's message, since this server does not go on with a reply");
   }

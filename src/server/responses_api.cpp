@@ -39,12 +39,14 @@ std::string text_of(const Json& value, const std::string& where) {
   if (value.is_string()) return value.get<std::string>();
   if (!value.is_array()) refuse(where, fmt::format("is {}, a text or an array of parts was expected", in_words(value)));
   std::string text;
-  for (const Json& part : value) {
-    if (!part.is_object()) refuse(where, fmt::format("holds {}, parts were expected", in_words(part)));
-    const Fields fields(part, where + ".");
+  for (size_t i = 0; i < value.size(); ++i) {
+    const Json& part = value[i];
+    const std::string place = fmt::format("{}.{}", where, i);
+    if (!part.is_object()) refuse(place, fmt::format("is {}, a part was expected", in_words(part)));
+    const Fields fields(part, place + ".");
     const std::string type = fields.required_string("type");
     if (type != "input_text" && type != "output_text" && type != "text" && type != "reasoning_text" && type != "summary_text" && type != "refusal")
-      refuse(where, fmt::format("holds a part of type {}, only texts can be read here", quote(type)));
+      refuse(place, fmt::format("is a part of type {}, only texts can be read here", quote(type)));
     text += fields.required_string(type == "refusal" ? "refusal" : "text");
   }
   return text;
@@ -98,23 +100,31 @@ Conversation read_input(const Fields& fields) {
   conversation.messages = Json::array();
   if (const std::optional<std::string> instructions = fields.string("instructions"))
     conversation.messages.push_back({{"role", "system"}, {"content", *instructions}});
+  conversation.places.resize(conversation.messages.size(), "instructions");
   const Json* input = fields.find("input");
   if (input == nullptr || !(input->is_string() || (input->is_array() && !input->empty()))) fields.refuse("input", "a text or an array of items");
   if (input->is_string()) {
     conversation.messages.push_back({{"role", "user"}, {"content", *input}});
+    conversation.places.push_back("input");
   } else {
     std::set<std::string> calls;
-    for (size_t i = 0; i < input->size(); ++i) add_item((*input)[i], fmt::format("input.{}", i), conversation.messages, calls);
+    for (size_t i = 0; i < input->size(); ++i) {
+      const std::string place = fmt::format("input.{}", i);
+      add_item((*input)[i], place, conversation.messages, calls);
+      conversation.places.resize(conversation.messages.size(), place);   // a call goes to the message that its reply has already
+    }
   }
   for (const char* name : {"previous_response_id", "conversation", "prompt"})
     if (fields.has(name)) refuse(name, "is given, but this server stores nothing: send the whole conversation as input");
   if (const Json* tools = fields.array("tools")) {
     Json all = Json::array();
-    for (const Json& tool : *tools) {
-      if (!tool.is_object()) fields.refuse("tools", "an array of objects");
-      const Fields each(tool, "tools.");
+    for (size_t i = 0; i < tools->size(); ++i) {
+      const Json& tool = (*tools)[i];
+      const std::string place = fmt::format("tools.{}", i);
+      if (!tool.is_object()) refuse(place, fmt::format("is {}, an object was expected", in_words(tool)));
+      const Fields each(tool, place + ".");
       if (const std::string type = each.required_string("type"); type != "function")
-        refuse("tools", fmt::format("holds a tool of type {}; functions are what this server can do", quote(type)));
+        refuse(place, fmt::format("is a tool of type {}; functions are what this server can do", quote(type)));
       all.push_back({{"type", "function"}, {"function", read_function(each, "parameters")}});
     }
     require_different_names(all);
