@@ -1081,7 +1081,7 @@ class ConversationTest(SpeakingCase):
             terminal.read_until(b"> ")
             first = self.answer(terminal, "Hello")
             terminal.write(b"x" * 100 + b"\n")
-            self.assertRegex(terminal.read_until(b"> "), rb"\Aberyl: [^\n]*context of 64[^\n]*/reset[^\n]*\n> \Z")
+            self.assertRegex(terminal.read_until(b"> "), rb"\Aberyl: this message alone [^\n]*context of 64[^\n]*--ctx\)\n> \Z")
             terminal.write(b"/reset\n")
             terminal.read_until(b"> ")
             self.assertEqual(self.answer(terminal, "Hello"), first)
