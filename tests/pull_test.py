@@ -326,6 +326,13 @@ class NameTest(PullCase):
                 self.assertIn(part, self.line("inspect", "one/llama"))
         self.assertIn(b"removed one/llama:Q4_0", self.beryl("rm", "llama").stderr)
         self.assertEqual(self.beryl("list").stderr, b"")
+        # Whatever a killed run has left; and while there is a damaged model, it is not said that there are none.
+        def leave_some():
+            (self.store / "models" / f".{os.getpid()}-two%2Fgemma:Q4_0" / "x").mkdir(parents=True)
+        self.assertEqual(self.beryl("rm", "two/gemma", preexec_fn=leave_some).returncode, 0)
+        (self.store / "models" / "one%2Fgemma:Q4_0" / ".beryl.json").write_text("")
+        self.assertRegex(self.beryl("list").stderr, rb"\Aberyl: warning: [^\n]*is damaged[^\n]*\n\Z")
+        self.pull("hf:two/gemma")
         # A name that may mean a damaged model does not silently mean another.
         (self.store / "models" / "one%2Fgemma:Q4_0" / ".beryl.json").write_text("")
         self.assertIn("one/gemma:Q4_0 or two/gemma:Q4_0", self.line("inspect", "gemma"))

@@ -349,7 +349,8 @@ void Chat::load(const std::string& argument) {
 std::optional<Chat::Setting> Chat::setting(const std::string& name) const {
   if (name == "think") return Setting{options_.think ? "on" : "off", "on or off"};
   if (name == "tokens")
-    return Setting{options_.max_new == INT64_MAX ? "all" : fmt::format("{}", options_.max_new), fmt::format("a whole number from 1 to {}, or all,", INT32_MAX)};
+    return Setting{options_.max_new == INT64_MAX ? "all" : fmt::format("{}", options_.max_new),
+                   fmt::format("a whole number from 1 to {}, or all,", INT32_MAX)};
   for (const SpeakNumber& number : sampling_numbers()) {
     if (name != number.name) continue;
     const bool is_seed = number.integer == &SpeakOptions::seed;

@@ -20,6 +20,7 @@ int list(bool shows_all) {
   std::vector<std::string> warnings;
   const std::vector<StoreEntry> entries = store.list(warnings);
   for (const std::string& warning : warnings) print_warning(warning);
+  if (entries.empty() && !warnings.empty()) return 0;  // there are some, as has been said
   if (entries.empty()) {
     print_note(fmt::format("no models in {}; 'beryl pull' fetches one", store.folder()));
     return 0;
@@ -33,10 +34,10 @@ int list(bool shows_all) {
       fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", "NAME", name_width, "SIZE", "FORMAT", format_width, "DIGEST");
   for (const StoreEntry& entry : entries) {
     const bool has_digest = entry.is_complete && entry.damage.empty();
-    const std::string digest = has_digest            ? entry.model.digest()
-                               : entry.is_complete   ? "damaged: " + entry.damage
-                               : entry.is_under_way  ? "being fetched right now"
-                                                     : "not all of it is there: pull it again";
+    const std::string digest = has_digest           ? entry.model.digest()
+                               : entry.is_complete  ? "damaged: " + entry.damage
+                               : entry.is_under_way ? "being fetched right now"
+                                                    : "not all of it is there: pull it again";
     text += fmt::format("{:<{}}  {:>9}  {:<{}}  {}\n", entry.model.name, name_width, human_bytes(entry.fetched_bytes),
                         entry.model.format, format_width,
                         has_digest && !shows_all ? digest.substr(0, kDigestLetters) : digest);

@@ -24,7 +24,9 @@ std::string find_model(const std::string& given) {
   } catch (const Error& error) {
     if (error.code != ErrorCode::kIo) throw;
     // Perhaps a file was meant, and no store was ever wanted.
-    throw Error(ErrorCode::kIo, fmt::format("{}: there is no such file or folder, and no store of models to look in: {}", quote(given, 200), error.what()));
+    throw Error(ErrorCode::kIo,
+                fmt::format("{}: there is no such file or folder, and no store of models to look in: {}",
+                            quote(given, 200), error.what()));
   }
   std::string hint = "'beryl list' shows the names";
   if (!names.empty()) hint = fmt::format("near: {}", fmt::join(names, ", "));

@@ -225,9 +225,11 @@ Command add_pull_command(CLI::App& program) {
                   "hf:OWNER/REPO, hf:OWNER/REPO:QUANT, hf:OWNER/REPO:FILE or https://HOST/FILE.gguf")
       ->type_name("")
       ->required();
-  const CLI::Option* name = app->add_option("--name", arguments->name, "what it is to be called (default: OWNER/REPO:QUANT, or the file's name)")
-      ->type_name("NAME");
-  const CLI::Option* sha256 = app->add_option("--sha256", arguments->sha256, "what the file's SHA-256 has to be")->type_name("HEX");
+  const CLI::Option* name = app->add_option("--name", arguments->name,
+                                            "what it is to be called (default: OWNER/REPO:QUANT, or the file's name)")
+                                ->type_name("NAME");
+  const CLI::Option* sha256 =
+      app->add_option("--sha256", arguments->sha256, "what the file's SHA-256 has to be")->type_name("HEX");
   const std::string network = "Network";
   add_integer(*app, "--connections", arguments->connections, 1, 16, "parts that are fetched at once (default 4)")
       ->group(network);
@@ -257,9 +259,10 @@ Command add_pull_command(CLI::App& program) {
       "  beryl pull https://example.com/model.gguf --sha256 9f86d0...\n"
       "  beryl run llama");
   return {app, [arguments, name, sha256] {
-            // Of a variable that is not set, for example; without the option another name is taken, and no digest asked for.
+            // Of a variable that is not set, perhaps; without the option another name is taken, and no digest asked for.
             if (name->count() > 0 && arguments->name.empty()) throw UsageError("--name is empty, a name was expected");
-            if (sha256->count() > 0 && arguments->sha256.empty()) throw UsageError("--sha256 is empty, 64 hexadecimal digits were expected");
+            if (sha256->count() > 0 && arguments->sha256.empty())
+              throw UsageError("--sha256 is empty, 64 hexadecimal digits were expected");
             return pull_model(*arguments);
           }};
 }

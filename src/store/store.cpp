@@ -137,7 +137,7 @@ std::optional<StoredModel> read_manifest(const std::string& path, const std::str
   } catch (const nlohmann::json::parse_error& error) {
     refuse(fmt::format("it is no JSON from byte {} on", error.byte));
   } catch (const nlohmann::json::exception&) {
-    refuse("no pull wrote it");   // a number that is none, for example
+    refuse("no pull wrote it");  // a number that is none, for example
   } catch (const std::invalid_argument& error) {
     refuse(error.what());
   }
@@ -259,9 +259,13 @@ void Store::require_folder() const {
   std::error_code failure;
   const fs::file_status status = fs::status(folder_, failure);
   if (status.type() == fs::file_type::not_found && failure != std::errc::not_a_directory) return;
-  if (failure && failure != std::errc::not_a_directory) fail_io(folder_, "cannot look for models there", failure.value());
+  if (failure && failure != std::errc::not_a_directory)
+    fail_io(folder_, "cannot look for models there", failure.value());
   if (failure || !fs::is_directory(status))
-    throw Error(ErrorCode::kIo, fmt::format("{}: models are to lie there, but it is no folder and can be none; BERYL_STORE names another", folder_));
+    throw Error(
+        ErrorCode::kIo,
+        fmt::format("{}: models are to lie there, but it is no folder and can be none; BERYL_STORE names another",
+                    folder_));
   if (::access(folder_.c_str(), R_OK | X_OK) != 0) fail_io(folder_, "cannot look for models there", errno);
 }
 
@@ -285,7 +289,7 @@ std::vector<StoreEntry> Store::entries(std::vector<std::string>& damaged) const 
       } else if (is_complete && fs::exists(model_folder(name), failure)) {
         entry.damage = fmt::format("{}: is missing; {}", path, advice_for(name));
       } else {
-        return;   // removed in between
+        return;  // removed in between
       }
     } catch (const Error& error) {
       entry.damage = error.what();
@@ -322,13 +326,15 @@ bool Store::is_claimed(const std::string& name) const {
 std::vector<StoreEntry> Store::list(std::vector<std::string>& warnings) const {
   std::vector<StoreEntry> found = entries(warnings);
   std::erase_if(found, [](const StoreEntry& entry) { return !entry.damage.empty(); });
-  const auto is_all_there = [&](const StoreEntry& planned) {   // a pull that only compares, or was stopped while it did
+  const auto is_all_there = [&](const StoreEntry& planned) {  // a pull that only compares, or was stopped while it did
     return std::any_of(found.begin(), found.end(), [&](const StoreEntry& entry) {
-      return entry.is_complete && entry.model.name == planned.model.name && entry.model.digest() == planned.model.digest();
+      return entry.is_complete && entry.model.name == planned.model.name &&
+             entry.model.digest() == planned.model.digest();
     });
   };
   std::vector<StoreEntry> planned;
-  std::copy_if(found.begin(), found.end(), std::back_inserter(planned), [](const StoreEntry& entry) { return !entry.is_complete; });
+  std::copy_if(found.begin(), found.end(), std::back_inserter(planned),
+               [](const StoreEntry& entry) { return !entry.is_complete; });
   std::erase_if(planned, is_all_there);
   std::erase_if(found, [](const StoreEntry& entry) { return !entry.is_complete; });
   for (StoreEntry& entry : found) {
@@ -413,6 +419,7 @@ Removed Store::remove(const std::string& name) {
   // In one step, as others see it; collect() takes what a kill leaves of the second.
   const std::string place = model_folder(removed.name);
   const std::string beside = fmt::format("{}/models/.{}-{}", folder_, ::getpid(), encoded(removed.name));
+  fs::remove_all(beside, failure);  // of a run that was killed, and had this number
   if (::rename(place.c_str(), beside.c_str()) != 0 && errno != ENOENT) fail_io(place, "cannot remove", errno);
   if (!fs::remove_all(beside, failure) && failure) fail_io(beside, "cannot remove", failure.value());
   ::unlink(incomplete_path(removed.name, ".json").c_str());

@@ -62,8 +62,8 @@ class Store {
   explicit Store(std::string folder) : folder_(std::move(folder)) {}  // touches nothing
 
   const std::string& folder() const { return folder_; }
-  // By name; what a damaged manifest keeps from being listed is told in `warnings`. Throws Error(kIo): what should be the
-  // store is no folder, or may not be looked into. No store at all is one without models.
+  // By name; what a damaged manifest keeps from being listed is told in `warnings`. Throws Error(kIo): what should be
+  // the store is no folder, or may not be looked into. No store at all is one without models.
   std::vector<StoreEntry> list(std::vector<std::string>& warnings) const;
 
   // The complete model of this name, or the only one that the name is a part of: OWNER/REPO:TAG is also REPO:TAG,
