@@ -62,19 +62,22 @@ template <bool kTimed, class Function, class Stamp>
 __device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, const LinearStart& start,
                                              const LinearShare& share, Function&& before_barrier, Stamp&& stamp) {
   HeldMultiply<Fp4G128, Format::kFp4G128> multiply;
+  const bool reads = kTimed && args.plain_reads == PlainReads::kLinear;
   if (start.path & kOtherForm) DecodeBlock::barrier();      // partial sums are still read where x comes
-  {
-    const DecodeBlock block(args, afresh(shared));
-    const LinearPhase& p = *afresh(phase);
-    if (block.warp < p.k_warps && share.n_units > 0) multiply.take_first(block, p);
-  }
+  const DecodeBlock early(args, afresh(shared));
+  const bool multiplies = early.warp < afresh(phase)->k_warps && !reads;
+  HeldMultiply<Fp4G128, Format::kFp4G128>::Ring ring(early, *afresh(phase));
+  const LaneX<1> lane_x = make_lane_x<Fp4G128, 1>(early, 1, start.n_chunks, 0);
+  if (multiplies && share.n_units > 0) multiply.take(ring);
   {
     const DecodeBlock block(args, afresh(shared));
     const ShortPath<1> work(block, *afresh(phase));
-    if (start.path & kAdds) work.add_to_residual((start.path & kNearX) && args.vectors_at != 0);
+    const bool adds = start.path & kAdds;
+    if (!adds) fetch_ahead(block, work.p, share);      // else norm weights would come to where x still needs the last ones
+    if (adds) work.add_to_residual((start.path & kNearX) && args.vectors_at != 0);
     else work.take();
+    if (adds) fetch_ahead(block, work.p, share);
   }
-  fetch_ahead(DecodeBlock(args, afresh(shared)), *afresh(phase), share);
   int buffer;
   {
     const DecodeBlock block(args, afresh(shared));
@@ -88,8 +91,8 @@ __device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned ch
     {
       const DecodeBlock block(args, afresh(shared));
       const LinearPhase& p = *afresh(phase);
-      if (block.warp < p.k_warps) {
-        multiply.run(block, p, count, buffer, unit + count < share.n_units);
+      if (multiplies) {
+        multiply.run(ring, lane_x, block, p, count, buffer, unit + count < share.n_units);
       } else {
         pass_over_slots(args, block, p, {count, 0, p.n_chunks, buffer});
       }
@@ -104,6 +107,7 @@ __device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned ch
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));
+  if (multiplies) ring.leave(block);
   if (block.lane == 0) block.small->places[block.warp].buffer = buffer;
 }
 
@@ -133,7 +137,7 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
     buffer = block.small->places[block.warp].buffer;
   }
   if constexpr (kFormats == KernelFormats::kUsual) {
-    if ((start.path & kHolds) && !(kTimed && args.plain_reads == PlainReads::kLinear) && stages_of_slot(args, afresh(phase)->stream) == 2 &&
+    if ((start.path & kHolds) && stages_of_slot(args, afresh(phase)->stream) == 2 &&
         (start.n_chunks == 1 || start.x_all_bytes <= args.cuts[start.share.form].x_bytes)) {
       run_held_row<kTimed>(args, shared, phase, start, share, before_barrier, stamp);
       return;

@@ -136,7 +136,7 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
 }
 
 // Products of one row, from slots of two stages, of which a warp holds in registers what it multiplies next. The first one is taken while x is
-// awaited, so that the ring has one slot more when there is nothing to multiply.
+// awaited, so that the ring has one slot more when there is nothing to multiply, and all that products need besides x is there before it.
 template <class Codec, Format kFormat>
 struct HeldMultiply {
   static constexpr TileShape kTile = tile_shape(kFormat);
@@ -171,21 +171,14 @@ struct HeldMultiply {
     if (ring.lane == 0) barrier_arrive(&ring.small->empty[ring.place.slot]);
     ring.place.next(ring.n_slots);
   }
-  __device__ __forceinline__ void take_first(const DecodeBlock& block, const LinearPhase& p) {
-    Ring ring(block, p);
-    take(ring);
-    ring.leave(block);
-  }
-  // All units of a batch, each in all of its chunks; more: another batch follows, so that its first slot is taken too.
-  __device__ __forceinline__ void run(const DecodeBlock& block, const LinearPhase& p, int n_units, int buffer, bool more) {
-    Ring ring(block, p);
+  // All units of a batch, each in all of its chunks; lane_x: of the first; more: another batch follows, so that its first slot is taken too.
+  __device__ __forceinline__ void run(Ring& ring, LaneX<1> lane_x, const DecodeBlock& block, const LinearPhase& p, int n_units, int buffer, bool more) {
     const LinearCut& cut = block.args.cuts[0];
     float* const partials = reinterpret_cast<float*>(block.scratch + cut.partials_at) + buffer * cut.partial_floats + block.warp * kTileRows;
     const int unit_floats = p.stream.unit_partials, n_chunks = p.n_chunks, chunk_floats = p.k_warps * kTileRows;
     int left = n_units * n_chunks + (more ? 1 : 0);          // slots, with the one that is held
 #pragma unroll 1
     for (int chunk = 0; chunk < n_chunks; ++chunk) {
-      const LaneX<1> lane_x = make_lane_x<Codec, 1>(block, 1, n_chunks, chunk);
       float* to = partials + chunk * chunk_floats;
 #pragma unroll 1
       for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
@@ -202,8 +195,8 @@ struct HeldMultiply {
         store_partials(to, acc, 1, ring.lane);
         if (--left > 0) take(ring);
       }
+      lane_x.codes[0] += 2 * x_group_bytes(0), lane_x.scales[0] += 2 * static_cast<int>(sizeof(float));      // WarpX of the next chunk
     }
-    ring.leave(block);
   }
 };
 
