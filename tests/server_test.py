@@ -570,10 +570,12 @@ class RequestTest(ServerTest):
 
     def test_counts_are_those_of_the_answers(self):
         """Of a reply that a stop string has ended, too; and of one prompt for several replies."""
-        text = self.chat(max_tokens=200, seed=3)["choices"][0]["message"]["content"]
+        # One that would go on for long: a short one may be all there before its reader has found the stop string, and then counts in full.
+        endless = {"max_tokens": 480, "seed": 3, "logit_bias": {"249": -100, "250": -100}}
+        text = self.chat(**endless)["choices"][0]["message"]["content"]
         self.wait_until_idle()
         before = self.server.metrics()
-        answer = self.chat(max_tokens=200, seed=3, stop=[text[10:13]])
+        answer = self.chat(**endless, stop=[text[10:13]])
         self.wait_until_idle()
         after = self.server.metrics()
         changed = {name: after[name] - before[name] for name in before if after[name] != before[name] and name.startswith(("requests_total", "reply_tokens"))}
