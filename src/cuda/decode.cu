@@ -86,8 +86,8 @@ __device__ __forceinline__ void copy_weights(const DecodeBlock& block) {
 #endif
 }
 
-// kTimed: takes times, for args.timeline.
-template <int kRows, KernelFormats kFormats, bool kTimed>
+// kTimed: takes times, for args.timeline. kHeld: DecodeCut::holds_weights, of one row.
+template <int kRows, KernelFormats kFormats, bool kTimed, bool kHeld = false>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs args) {
   const DecodeBlock block(args, decode_shared);
   DecodeShared* small = block.small;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       };
       stamp(0);
       if (phase.kind == PhaseKind::kLinear) {
-        if constexpr (kRows == 1) run_linear_row<kFormats, kTimed>(args, decode_shared, &phase.linear, hold_next, stamp);
+        if constexpr (kRows == 1) run_linear_row<kFormats, kTimed, kHeld>(args, decode_shared, &phase.linear, hold_next, stamp);
         else run_linear_rows<kRows, kFormats>(args, &phase.linear, hold_next, stamp);
       } else {
         run_attention<kTimed>(args, decode_shared, phase.attention, hold_next, stamp);
@@ -242,6 +242,7 @@ DecodeCut cut_with(const DecodeNeeds& needs, int n_rows, int shared_per_block, c
   DecodeCut cut;
   cut.sum_groups = needs.sum_groups;
   cut.usual_formats = !needs.other_formats;
+  cut.holds_weights = cut.usual_formats && needs.holds_weights;
   if (wish.near_by) {
     cut.residual_bytes = round_up(n_rows * needs.residual_cols * 4, 128);
     cut.vector_bytes = needs.holds_vectors ? kMatvecWarps * 1024 : 0;
@@ -325,6 +326,8 @@ void launch_decode(const LaunchContext& context, DecodeArgs args, const DecodeCu
   shape.name = "decode step";
   const auto kernel_of = [&]<KernelFormats kFormats>() {
     if (args.n_rows > 1) return decode_kernel<4, kFormats, false>;
+    if constexpr (kFormats == KernelFormats::kUsual)
+      if (cut.holds_weights) return args.timeline != nullptr ? decode_kernel<1, kFormats, true, true> : decode_kernel<1, kFormats, false, true>;
     return args.timeline != nullptr ? decode_kernel<1, kFormats, true> : decode_kernel<1, kFormats, false>;
   };
   launch(context, shape,

@@ -25,6 +25,7 @@ struct DecodeCut {
   int sum_groups = 0;
   int shared_bytes = 0;
   bool usual_formats = false;       // all weights are FP4 g128 or FP8: a kernel without code for others
+  bool holds_weights = false;       // and some phases have kHolds: a kernel with HeldMultiply, which costs those that do not
 };
 
 // What a list of phases needs of shared memory; the largest of all phases.
@@ -44,6 +45,7 @@ struct DecodeNeeds {
   int residual_cols = 0;            // 0: no phase has the residual
   bool holds_vectors = false;       // LinearPhase::norm_held of any
   bool other_formats = false;       // than FP4 g128 and FP8
+  bool holds_weights = false;       // kHolds of any
 };
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block);
 

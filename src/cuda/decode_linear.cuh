@@ -113,7 +113,8 @@ __device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned ch
 
 // Everything of one phase but the copies, for one row. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
 // the time, 1 when (the first) x is ready, 2 when the products are. kTimed: DecodeArgs::plain_reads may be set.
-template <KernelFormats kFormats, bool kTimed, class Function, class Stamp>
+// kHeld: some phases have kHolds.
+template <KernelFormats kFormats, bool kTimed, bool kHeld, class Function, class Stamp>
 __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
                                            Stamp&& stamp) {
   // Each step with its own view of the block and the phase.
@@ -136,7 +137,7 @@ __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned 
     share = linear_share(args, start.share);
     buffer = block.small->places[block.warp].buffer;
   }
-  if constexpr (kFormats == KernelFormats::kUsual) {
+  if constexpr (kHeld) {
     if ((start.path & kHolds) && stages_of_slot(args, afresh(phase)->stream) == 2 &&
         (start.n_chunks == 1 || start.x_all_bytes <= args.cuts[start.share.form].x_bytes)) {
       run_held_row<kTimed>(args, shared, phase, start, share, before_barrier, stamp);

@@ -196,6 +196,20 @@ TEST_F(PlanTest, AStepOfUsualFormatsHasAKernelOfItsOwn) {
   end();
   for (const DecodeSegment& segment : plan().segments) EXPECT_TRUE(cut_decode(segment.needs, 1, 227 * 1024).usual_formats);
 }
+
+// Held weights are code for FP4 g128.
+TEST_F(PlanTest, OnlyAStepOfUsualFormatsHoldsWeights) {
+  begin();
+  layer();
+  end();
+  DecodeNeeds needs = plan().segments.front().needs;
+  EXPECT_FALSE(cut_decode(needs, 1, 227 * 1024).holds_weights);
+  needs.holds_weights = true;
+  EXPECT_TRUE(cut_decode(needs, 1, 227 * 1024).holds_weights);
+  needs.other_formats = true;
+  EXPECT_FALSE(cut_decode(needs, 1, 227 * 1024).holds_weights);
+}
+
 TEST_F(PlanTest, OneMatrixOfAnotherFormatTakesTheKernelOfAllFormats) {
   begin();
   layer(Format::kFp4G128, {{kFfn, Format::kFp4G128}, {kFfn, Format::kQ8_0}});

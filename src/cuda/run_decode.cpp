@@ -186,6 +186,7 @@ void CudaExecutor::send_decode_phases() {
             before.next_k_warps = linear.k_warps;
             needs.holds_vectors = true;
           }
+          if (linear.start.path & kHolds) needs.holds_weights = true;
           if (linear.residual) needs.residual_cols = static_cast<int>(layout_.decode.residual_cols);
           const WorkShare& share = linear.stream.share;
           if (form >= 0 && form != share.form) linear.start.path |= kOtherForm;
