@@ -25,7 +25,7 @@ struct DecodeCut {
   int sum_groups = 0;
   int shared_bytes = 0;
   bool usual_formats = false;       // all weights are FP4 g128 or FP8: a kernel without code for others
-  bool holds_weights = false;       // and some phases have kHolds: a kernel with HeldMultiply, which costs those that do not
+  bool holds_weights = false;       // and some phases have kHolds: a kernel with HeldMultiply, whose code costs models that never run it
 };
 
 // What a list of phases needs of shared memory; the largest of all phases.

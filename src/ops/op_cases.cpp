@@ -895,19 +895,23 @@ void add_replay(Table& table, const std::string& what, int n_steps, const Geomet
   });
 }
 
-// Two layers of unlike head widths and a head, as a model has them: what a backend keeps from op to op and from layer to layer.
-void add_layers(Table& table, const std::string& what, Format format, int64_t ffn_dim, const std::vector<int64_t>& contexts) {
+// Layers and a head, as a model has them: what a backend keeps from op to op and from layer to layer.
+struct Layers {
+  std::vector<Geometry> geometries;  // of each
+  Format format;
+  int64_t dim, ffn_dim;
+};
+void add_layers(Table& table, const std::string& what, const Layers& layers, const std::vector<int64_t>& contexts) {
   add(table, "Step", what, [=](CaseBuilder& builder) {
-    constexpr Geometry kSliding = {"sliding", 4, 2, 256, 128, 1e4, 256, true, false, 1};
-    constexpr Geometry kGlobal = {"global", 4, 1, 512, 0, 1e6, 128, true, true, 1};
-    const int64_t dim = 256, vocab = builder.program().vocab = 200;
+    const Format format = layers.format;
+    const int64_t dim = layers.dim, ffn_dim = layers.ffn_dim, vocab = builder.program().vocab = 200;
     const Rows residual = builder.slot("residual", dim, RowsKind::kResidual);
     builder.program().residual_slot = residual.slot;
     const Rows block = builder.slot("block", dim), hidden = builder.slot("hidden", ffn_dim);
     const Rows gathered = builder.slot("gathered", dim, RowsKind::kResidual, RowCount::kOutputs);
     const Rows logits = builder.slot("logits", vocab, RowsKind::kLogits, RowCount::kOutputs);
     builder.op(Embed{builder.matrix({{Format::kBf16, vocab}}, dim), residual, 8});
-    for (const Geometry& geometry : {kSliding, kGlobal}) {
+    for (const Geometry& geometry : layers.geometries) {
       const int cache = builder.cache(geometry.n_kv_heads, geometry.head_dim, builder.group(geometry.window));
       const QkvFinish finish = make_finish(builder, geometry, false, cache);
       const int64_t q_cols = int64_t{geometry.n_heads} * geometry.head_dim;
@@ -927,36 +931,6 @@ void add_layers(Table& table, const std::string& what, Format format, int64_t ff
     for (int64_t context : contexts) builder.sequence(context, 1);
     builder.neighbour(90, 1);
     builder.neighbour(3, 1);
-  });
-}
-
-// One layer as wide as a large model: here a GPU's blocks have several units of each matrix, all of their warps multiply, and what a layer
-// adds to the residual is added in the next product's launch. qkv and gate|up take 15 warps, the others 16.
-void add_wide_layer(Table& table, Format format, int n_rows) {
-  add(table, "Step", fmt::format("a layer of 3840, {}, {} rows", info(format).name, n_rows), [=](CaseBuilder& builder) {
-    constexpr Geometry kGeometry = {"wide", 16, 2, 256, 128, 1e4, 256, true, false, 1};
-    constexpr int64_t kDim = 3840, kFfn = 4096;
-    const int64_t vocab = builder.program().vocab = 200, q_cols = int64_t{kGeometry.n_heads} * kGeometry.head_dim;
-    const Rows residual = builder.slot("residual", kDim, RowsKind::kResidual);
-    builder.program().residual_slot = residual.slot;
-    const Rows attended = builder.slot("attended", q_cols), block = builder.slot("block", kDim), hidden = builder.slot("hidden", kFfn);
-    const Rows gathered = builder.slot("gathered", kDim, RowsKind::kResidual, RowCount::kOutputs);
-    const Rows logits = builder.slot("logits", vocab, RowsKind::kLogits, RowCount::kOutputs);
-    const int cache = builder.cache(kGeometry.n_kv_heads, kGeometry.head_dim, builder.group(kGeometry.window));
-    const QkvFinish finish = make_finish(builder, kGeometry, false, cache);
-    builder.op(Embed{builder.matrix({{Format::kBf16, vocab}}, kDim), residual, 8});
-    builder.op(Linear{.weight = builder.matrix({{format, finish.qkv.cols}}, kDim), .x = residual, .norm = builder.norm(kDim), .y = finish.qkv});
-    builder.op(finish);
-    builder.op(Attention{finish.qkv.slice(0, q_cols), attended, kGeometry.n_heads, cache, kGeometry.scale / 4, 0});
-    builder.op(Linear{.weight = builder.matrix({{format, kDim}}, q_cols), .x = attended, .norm = {}, .y = block});
-    builder.op(AddNorm{residual, residual, block, builder.norm(kDim), 0, 1});
-    builder.op(Linear{.weight = builder.matrix({{format, kFfn}, {format, kFfn}}, kDim), .x = residual, .norm = builder.norm(kDim), .y = hidden,
-                      .epilogue = Epilogue::kGatedGelu});
-    builder.op(Linear{.weight = builder.matrix({{format, kDim}}, kFfn), .x = hidden, .norm = {}, .y = block});
-    builder.op(AddNorm{residual, residual, block, builder.norm(kDim), 0, 0.75f});
-    builder.op(GatherRows{residual, gathered});
-    builder.op(Linear{.weight = builder.matrix({{Format::kFp8, vocab}}, kDim), .x = gathered, .norm = builder.norm(kDim), .y = logits});
-    for (int row = 0; row < n_rows; ++row) builder.sequence(200 + 63 * row, 1);
   });
 }
 
@@ -993,10 +967,15 @@ void add_late_head(Table& table, int n_tokens) {
 
 void add_steps(Table& table) {
   for (int n_tokens : {3, 7, 20, 70}) add_late_head(table, n_tokens);
-  add_layers(table, "two layers, fp4, one row", Format::kFp4G128, 512, {200});
-  add_layers(table, "two layers, fp4, four rows", Format::kFp4G128, 2304, {200, 70, 0, 127});
-  for (const int n_rows : {1, 3}) add_wide_layer(table, Format::kFp4G128, n_rows);
-  add_layers(table, "two layers, q4_0, six rows", Format::kQ4_0, 2304, {300, 64, 63, 5, 191, 128});
+  const std::vector<Geometry> unlike = {{"sliding", 4, 2, 256, 128, 1e4, 256, true, false, 1}, {"global", 4, 1, 512, 0, 1e6, 128, true, true, 1}};
+  add_layers(table, "two layers, fp4, one row", {unlike, Format::kFp4G128, 256, 512}, {200});
+  add_layers(table, "two layers, fp4, four rows", {unlike, Format::kFp4G128, 256, 2304}, {200, 70, 0, 127});
+  add_layers(table, "two layers, q4_0, six rows", {unlike, Format::kQ4_0, 256, 2304}, {300, 64, 63, 5, 191, 128});
+  // As wide as a large model: a GPU's blocks have several units of each matrix, all of their warps multiply (15 for qkv and gate|up, 16 for
+  // the others), and what a layer adds to the residual is added in the next product's launch. One row and its neighbours take different ways.
+  const Layers wide = {{{"wide", 16, 2, 256, 128, 1e4, 256, true, false, 1}}, Format::kFp4G128, 3840, 4096};
+  add_layers(table, "a layer of 3840, fp4, one row", wide, {200});
+  add_layers(table, "a layer of 3840, fp4, three rows", wide, {200, 263, 326});
   add_replay(table, "greedy, 3 runs with one input", 3, kGeometries[8], {0, 62, 63, 200}, {.n_logprobs = 2}, false);
   add_replay(
       table, "sampled with penalties, 4 runs with one input", 4, kGeometries[8], {5, 126, 127},
