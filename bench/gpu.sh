@@ -162,12 +162,12 @@ if wants ops; then
   step "products of prompts" 40 "$gpu-prefill-products.txt" "$build/prefill_bench" speed fp4_g128 q4_0 q4_k q6_k q8_0 fp8 bf16
 fi
 if wants counters && has ncu "hardware counters"; then
-  # The clocks stay as they are. A step as it runs; then o, gate|up, down and qkv in launches of their own (five ops a layer; the profiler can not
-  # launch attention by itself).
+  # The clocks stay as they are. A step as it runs; then o, gate|up and down of the last of 48 layers, the head, and qkv of the first layer in
+  # launches of their own (of 241 a token; the profiler can not launch attention by itself).
   step "hardware counters" 40 gpu-counters.txt ncu --clock-control none --set basic -k regex:decode_kernel --launch-skip 12 --launch-count 1 \
     "$build/beryl" bench --synthetic "$model" --device cuda -p 0 -n 16 -r 1
   step "hardware counters, op by op" 60 gpu-counters-ops.txt env BERYL_WHOLE_STEPS=0 ncu --clock-control none --set basic -k regex:decode_kernel \
-    --launch-skip 403 --launch-count 4 "$build/beryl" bench --synthetic "$model" --device cuda -p 0 -n 4 -r 1
+    --launch-skip 478 --launch-count 5 "$build/beryl" bench --synthetic "$model" --device cuda -p 0 -n 4 -r 1
 fi
 
 # The speeds, from fields that stand in a line of their own each.

@@ -25,7 +25,7 @@ struct DecodeCut {
   int sum_groups = 0;
   int shared_bytes = 0;
   bool usual_formats = false;       // all weights are FP4 g128 or FP8: a kernel without code for others
-  bool holds_weights = false;       // and some phases have kHolds: a kernel with HeldMultiply, whose code costs models that never run it
+  bool holds_weights = false;       // and nearly all phases of FP4 have kHolds: a kernel with HeldMultiply, whose code costs the others 1 to 3 %
 };
 
 // What a list of phases needs of shared memory; the largest of all phases.
@@ -45,7 +45,7 @@ struct DecodeNeeds {
   int residual_cols = 0;            // 0: no phase has the residual
   bool holds_vectors = false;       // LinearPhase::norm_held of any
   bool other_formats = false;       // than FP4 g128 and FP8
-  bool holds_weights = false;       // kHolds of any
+  bool holds_weights = false;       // kHolds of nearly all phases of FP4: but the first one of a step
 };
 DecodeCut cut_decode(const DecodeNeeds& needs, int n_rows, int shared_per_block);
 

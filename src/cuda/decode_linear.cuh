@@ -61,14 +61,12 @@ __device__ __forceinline__ void pass_over_slots(const DecodeArgs& args, const De
 template <bool kTimed, class Function, class Stamp>
 __device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, const LinearStart& start,
                                              const LinearShare& share, Function&& before_barrier, Stamp&& stamp) {
-  HeldMultiply<Fp4G128, Format::kFp4G128> multiply;
   const bool reads = kTimed && args.plain_reads == PlainReads::kLinear;
   if (start.path & kOtherForm) DecodeBlock::barrier();      // partial sums are still read where x comes
   const DecodeBlock early(args, afresh(shared));
   const bool multiplies = early.warp < afresh(phase)->k_warps && !reads;
-  HeldMultiply<Fp4G128, Format::kFp4G128>::Ring ring(early, *afresh(phase));
-  const LaneX<1> lane_x = make_lane_x<Fp4G128, 1>(early, 1, start.n_chunks, 0);
-  if (multiplies && share.n_units > 0) multiply.take(ring);
+  HeldMultiply multiply(early, *afresh(phase));
+  if (multiplies && share.n_units > 0) multiply.take();
   {
     const DecodeBlock block(args, afresh(shared));
     const ShortPath<1> work(block, *afresh(phase));
@@ -92,7 +90,7 @@ __device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned ch
       const DecodeBlock block(args, afresh(shared));
       const LinearPhase& p = *afresh(phase);
       if (multiplies) {
-        multiply.run(ring, lane_x, block, p, count, buffer, unit + count < share.n_units);
+        multiply.run(block, p, count, buffer, unit + count < share.n_units);
       } else {
         pass_over_slots(args, block, p, {count, 0, p.n_chunks, buffer});
       }
@@ -107,13 +105,13 @@ __device__ __forceinline__ void run_held_row(const DecodeArgs& args, unsigned ch
     buffer ^= 1;
   }
   const DecodeBlock block(args, afresh(shared));
-  if (multiplies) ring.leave(block);
+  if (multiplies) multiply.leave(block);
   if (block.lane == 0) block.small->places[block.warp].buffer = buffer;
 }
 
 // Everything of one phase but the copies, for one row. before_barrier(): what the caller wants visible to all warps afterwards. stamp(i): takes
 // the time, 1 when (the first) x is ready, 2 when the products are. kTimed: DecodeArgs::plain_reads may be set.
-// kHeld: some phases have kHolds.
+// kHeld: DecodeCut::holds_weights.
 template <KernelFormats kFormats, bool kTimed, bool kHeld, class Function, class Stamp>
 __device__ __forceinline__ void run_linear_row(const DecodeArgs& args, unsigned char* shared, LinearPhase* phase, Function&& before_barrier,
                                            Stamp&& stamp) {

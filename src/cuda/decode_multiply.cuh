@@ -135,67 +135,126 @@ __device__ __forceinline__ void multiply(uint32_t args_at, uint32_t shared_at, u
   __syncwarp();
 }
 
-// Products of one row, from slots of two stages, of which a warp holds in registers what it multiplies next. The first one is taken while x is
-// awaited, so that the ring has one slot more when there is nothing to multiply, and all that products need besides x is there before it.
-template <class Codec, Format kFormat>
+// Products of one row of FP4, from slots of two stages, of which a warp holds in registers what it multiplies next. The first one is taken while
+// x is awaited, so that the ring has one slot more when there is nothing to multiply, and all that products need besides x is there before it.
+// x stays in registers through all units of a chunk. Each of the two stages has columns of the tensor core's b of its own: x of stage s is in
+// columns 2 s and 2 s + 1, which are those of lanes 8 s to 8 s + 7, and zeros are in all others. So lane 4 i + s has stage s's sums of rows i and
+// i + 8, and both stages are finished at once. The next slot is taken before the sums are finished: loads and sums wait side by side.
 struct HeldMultiply {
-  static constexpr TileShape kTile = tile_shape(kFormat);
-  typename Codec::Loaded tiles[2];  // of the next slot
+  static constexpr TileShape kTile = tile_shape(Format::kFp4G128);
+  // Of the next slot: codes of both stages, scales (bf16 of rows lane / 4 and lane / 4 + 8) of stage lane % 2.
+  E2m1Codes codes[2];
+  uint32_t scales;
+  // Where this warp is in the ring, as addresses of shared memory.
+  uint32_t lane_codes, lane_scales; // what this lane loads of the first slot,
+  uint32_t slot_at;                 // and how many bytes behind that of this one
+  uint32_t full, parity;            // the slot's barrier
+  uint32_t full_end, full_bytes;    // of the ring's barriers
+  uint32_t slot_bytes, stage_bytes;
+  int lane;
+  E2m1Tables tables;
 
-  // Where this warp is in the ring, and how a slot lies.
-  struct Ring {
-    const unsigned char *codes_at, *meta_at;
-    DecodeShared* small;
-    int lane, n_slots, slot_bytes, stage_bytes;
-    RingPlace place;
-    __device__ __forceinline__ Ring(const DecodeBlock& block, const LinearPhase& p)
-        : codes_at(block.ring + block.warp * kTile.code_bytes), meta_at(block.ring + p.tile_codes + block.warp * kTile.meta_bytes), small(block.small),
-          lane(block.lane), n_slots(block.args.n_slots), slot_bytes(block.args.slot_bytes), stage_bytes(p.stream.stage_bytes) {
-      const WarpPlace& warp_place = small->places[block.warp];
-      place = {warp_place.slot, warp_place.parity};
-    }
-    __device__ __forceinline__ void leave(const DecodeBlock& block) const {
-      WarpPlace& warp_place = block.small->places[block.warp];
-      __syncwarp();                 // all have read it
-      if (lane == 0) warp_place.slot = place.slot, warp_place.parity = place.parity;
-      __syncwarp();
-    }
-  };
-  // The slot is free again as soon as all warps have its weights.
-  __device__ __forceinline__ void take(Ring& ring) {
-    const int at = ring.place.slot * ring.slot_bytes;
-    barrier_wait_suspended(&ring.small->full[ring.place.slot], ring.place.parity);
-#pragma unroll
-    for (int s = 0; s < 2; ++s) Codec::load(tiles[s], ring.codes_at + at + s * ring.stage_bytes, ring.meta_at + at + s * ring.stage_bytes, ring.lane);
-    __syncwarp();
-    if (ring.lane == 0) barrier_arrive(&ring.small->empty[ring.place.slot]);
-    ring.place.next(ring.n_slots);
+  __device__ __forceinline__ HeldMultiply(const DecodeBlock& block, const LinearPhase& p) {
+    const WarpPlace& place = block.small->places[block.warp];
+    lane = block.lane, parity = place.parity;
+    stage_bytes = p.stream.stage_bytes;
+    // From shared memory, else it would come from the kernel's arguments in each turn.
+    slot_bytes = *const_cast<const volatile int*>(&block.small->args.slot_bytes);
+    slot_at = place.slot * slot_bytes;
+    lane_codes = shared_address(block.ring) + block.warp * kTile.code_bytes + lane * 16;
+    lane_scales = shared_address(block.ring) + p.tile_codes + block.warp * kTile.meta_bytes + lane / 4 * 4 + (lane & 1) * stage_bytes;
+    full_bytes = block.args.n_slots * sizeof(uint64_t);
+    full = shared_address(&block.small->full[place.slot]), full_end = shared_address(block.small->full) + full_bytes;
+    const volatile uint32_t* words = block.small->tables[0];
+    tables = {words[lane], words[32 + lane], words[64 + lane]};
+    // Else they would be computed from the thread's number in each turn.
+    asm volatile("" : "+r"(lane), "+r"(lane_codes), "+r"(lane_scales), "+r"(full_end), "+r"(full_bytes), "+r"(slot_bytes), "+r"(stage_bytes));
   }
-  // All units of a batch, each in all of its chunks; lane_x: of the first; more: another batch follows, so that its first slot is taken too.
-  __device__ __forceinline__ void run(Ring& ring, LaneX<1> lane_x, const DecodeBlock& block, const LinearPhase& p, int n_units, int buffer, bool more) {
+  __device__ __forceinline__ void leave(const DecodeBlock& block) const {
+    WarpPlace& place = block.small->places[block.warp];
+    __syncwarp();                   // all have read it
+    if (lane == 0) place.slot = static_cast<int>((full - shared_address(block.small->full)) / sizeof(uint64_t)), place.parity = parity;
+    __syncwarp();
+  }
+  // The slot is free again as soon as all warps have its weights.
+  __device__ __forceinline__ void take() {
+    warp_wait_suspended(full, parity);
+    const uint32_t first = lane_codes + slot_at, second = first + stage_bytes;
+    codes[0].rows[0] = load_shared16(first), codes[0].rows[1] = load_shared16(first + 512);
+    codes[1].rows[0] = load_shared16(second), codes[1].rows[1] = load_shared16(second + 512);
+    scales = load_shared4(lane_scales + slot_at);
+    __syncwarp();
+    if (lane == 0) barrier_arrive_at(full + kDecodeMaxSlots * sizeof(uint64_t));
+    full += sizeof(uint64_t), slot_at += slot_bytes;
+    if (full == full_end) full -= full_bytes, slot_at = 0, parity ^= 1;
+  }
+
+  struct X {
+    uint32_t b[2][8];               // [stage][k-step and half]
+    float scale;                    // of stage lane % 2
+  };
+  // Of one chunk. digits, scales_at: what this lane loads of the first stage, and its stage's scale.
+  __device__ __forceinline__ static void load_x(X& x, uint32_t digits, uint32_t scales_at, int lane) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const uint4 low = load_shared16(digits + s * x_group_bytes(0)), high = load_shared16(digits + s * x_group_bytes(0) + 128);
+      const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x.b[s][i] = lane / 8 == s ? words[i] : 0;
+    }
+    x.scale = __uint_as_float(load_shared4(scales_at));
+  }
+  // A chain of products for each stage.
+  __device__ __forceinline__ void multiply(const X& x, int (&d)[2][4]) const {
+    clear(d[0]), clear(d[1]);
+#pragma unroll
+    for (int i = 0; i < Fp4G128::kSteps; ++i)
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const E2m1Operands a(codes[s], i, tables);
+        mma_s8(d[s], a.positive[0], a.positive[1], a.positive[2], a.positive[3], x.b[s][2 * i], x.b[s][2 * i + 1]);
+        mma_s8(d[s], a.negative[0], a.negative[1], a.negative[2], a.negative[3], x.b[s][2 * i], x.b[s][2 * i + 1]);
+      }
+  }
+  // The bits of Fp4G128::Product::finish of one stage after the other, in lanes 4 i + 1: rows i and i + 8.
+  __device__ __forceinline__ static void finish(const int (&d)[2][4], uint32_t scales, const X& x, float (&sums)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float joined = join_digits(d[0][2 * i] + d[1][2 * i], d[0][2 * i + 1] + d[1][2 * i + 1]);
+      const float scale = __fmul_rn(bf16_at(scales, i), x.scale);
+      const float first = __shfl_up_sync(kAllLanes, __fmaf_rn(joined, scale, 0.0f), 1);
+      sums[i] = __fmaf_rn(joined, scale, first);
+    }
+  }
+
+  // All units of a batch, each in all of its chunks; more: another batch follows, so that its first slot is taken too.
+  __device__ __forceinline__ void run(const DecodeBlock& block, const LinearPhase& p, int n_units, int buffer, bool more) {
     const LinearCut& cut = block.args.cuts[0];
-    float* const partials = reinterpret_cast<float*>(block.scratch + cut.partials_at) + buffer * cut.partial_floats + block.warp * kTileRows;
-    const int unit_floats = p.stream.unit_partials, n_chunks = p.n_chunks, chunk_floats = p.k_warps * kTileRows;
+    const int n_chunks = p.n_chunks;
+    const WarpX warp_x(block, 1, x_group_bytes(0), n_chunks, 0);
+    uint32_t digits = shared_address(warp_x.codes) + lane % 8 * 16, scales_at = shared_address(warp_x.scales) + (lane & 1) * sizeof(float);
+    uint32_t chunk_to = shared_address(reinterpret_cast<float*>(block.scratch + cut.partials_at) + buffer * cut.partial_floats + block.warp * kTileRows + lane / 4);
+    const uint32_t unit_bytes = p.stream.unit_partials * sizeof(float), chunk_bytes = p.k_warps * kTileRows * sizeof(float);
     int left = n_units * n_chunks + (more ? 1 : 0);          // slots, with the one that is held
 #pragma unroll 1
     for (int chunk = 0; chunk < n_chunks; ++chunk) {
-      float* to = partials + chunk * chunk_floats;
+      X x;
+      load_x(x, digits, scales_at, lane);
+      uint32_t to = chunk_to;
 #pragma unroll 1
-      for (int unit = 0; unit < n_units; ++unit, to += unit_floats) {
-        typename Codec::template Product<1> products[2];
-#pragma unroll
-        for (int s = 0; s < 2; ++s) products[s].start(tiles[s], block.ring, lane_x, s);
-#pragma unroll
-        for (int i = 0; i < Codec::kSteps; ++i)
-#pragma unroll
-          for (int s = 0; s < 2; ++s) products[s].step(tiles[s], i);
-        float acc[1][2] = {};
-#pragma unroll
-        for (int s = 0; s < 2; ++s) products[s].finish(tiles[s], acc);
-        store_partials(to, acc, 1, ring.lane);
-        if (--left > 0) take(ring);
+      for (int unit = 0; unit < n_units; ++unit) {
+        const bool goes_on = __all_sync(kAllLanes, --left != 0);       // as in warp_wait_suspended
+        int d[2][4];
+        multiply(x, d);
+        const uint32_t scales_now = scales;
+        if (goes_on) take();
+        float sums[2];
+        finish(d, scales_now, x, sums);
+        if ((lane & 3) == 1) store_shared4(to, sums[0]), store_shared4(to + 8 * sizeof(float), sums[1]);
+        if (!goes_on) return;
+        to += unit_bytes;
       }
-      lane_x.codes[0] += 2 * x_group_bytes(0), lane_x.scales[0] += 2 * static_cast<int>(sizeof(float));      // WarpX of the next chunk
+      chunk_to += chunk_bytes, digits += 2 * x_group_bytes(0), scales_at += 2 * sizeof(float);               // WarpX of the next chunk
     }
   }
 };

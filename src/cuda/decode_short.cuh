@@ -11,21 +11,31 @@ __device__ __forceinline__ uint32_t flags_missing(uint4 v, uint32_t flag) {
   return ((v.x ^ flag) | (v.y ^ flag) | (v.z ^ flag) | (v.w ^ flag)) & 1u;
 }
 // Vectors of exchange rows, side by side. The warp waits for its very last one alone first: what all blocks load again and again until
-// it is there takes the bandwidth of the L2. Then each lane asks again only for those that it lacks. expected: that they are there already.
+// it is there takes the bandwidth of the L2. Then each lane asks again only for those that it lacks.
+enum class Arrival {
+  kAwaited,                         // they will come
+  kHopedFor,                        // some blocks are so late that they are there: loaded once before the wait
+  kExpected,                        // they are there
+};
 template <int kCount>
 __device__ __forceinline__ void load_exchange_vectors(const float* const (&from)[kCount], const uint32_t (&flag)[kCount], float4 (&v)[kCount],
-                                                      bool expected = false) {
+                                                      Arrival arrival = Arrival::kAwaited) {
   uint32_t polls = 0;
-  if (!expected) {
-    const float* last = reinterpret_cast<const float*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from[kCount - 1]), 31));
-    while ((load_common_word(last + 3) ^ flag[kCount - 1]) & 1u) count_poll(polls);
-  }
   uint4 bits[kCount];
   uint32_t missing = 0;             // bit i: vector i
+  const auto load_all = [&] {
+    missing = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) bits[i] = load_common_words(from[i]);
+    for (int i = 0; i < kCount; ++i) bits[i] = load_common_words(from[i]);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) missing |= flags_missing(bits[i], flag[i]) << i;
+    for (int i = 0; i < kCount; ++i) missing |= flags_missing(bits[i], flag[i]) << i;
+  };
+  if (arrival != Arrival::kAwaited) load_all();
+  if (arrival == Arrival::kAwaited || (arrival == Arrival::kHopedFor && __any_sync(kAllLanes, missing != 0))) {
+    const float* last = reinterpret_cast<const float*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from[kCount - 1]), 31));
+    while ((load_common_word(last + 3) ^ flag[kCount - 1]) & 1u) count_poll(polls);
+    load_all();
+  }
   while (missing != 0) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
@@ -72,7 +82,7 @@ struct ShortPath {
   // x as it is: kCount lots from (row, chunk) on, of neighbouring rows or else of neighbouring chunks. Shared memory has n_held chunks
   // from first_held on.
   template <int kCount, bool kRowsApart>
-  __device__ __forceinline__ void take_lots(int row, int chunk, int n_held, int first_held, bool expected = false) const {
+  __device__ __forceinline__ void take_lots(int row, int chunk, int n_held, int first_held, Arrival arrival) const {
     const float* from[2 * kCount];
     uint32_t flag[2 * kCount];
     int index[2 * kCount];
@@ -91,7 +101,7 @@ struct ShortPath {
     }
     float4 v[2 * kCount];
     if (p.x.exchange) {
-      load_exchange_vectors(from, flag, v, expected);
+      load_exchange_vectors(from, flag, v, arrival);
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * kCount; ++i) v[i] = __ldcg(reinterpret_cast<const float4*>(from[i]));
@@ -103,15 +113,15 @@ struct ShortPath {
     if (!has_tile()) return;
     const int n_chunks = p.n_chunks;
     if (n_chunks == 1) {
-      take_lots<kLots, true>(0, 0, 1, 0);
+      take_lots<kLots, true>(0, 0, 1, 0, Arrival::kHopedFor);
     } else {
 #pragma unroll 1
       for (int row = 0; row < n_rows; ++row)
         if (n_chunks == 2) {
-          take_lots<2, false>(row, 0, n_chunks, 0);
+          take_lots<2, false>(row, 0, n_chunks, 0, Arrival::kHopedFor);
         } else {
 #pragma unroll 1
-          for (int chunk = 0; chunk < n_chunks; chunk += 4) take_lots<4, false>(row, chunk, n_chunks, 0);
+          for (int chunk = 0; chunk < n_chunks; chunk += 4) take_lots<4, false>(row, chunk, n_chunks, 0, Arrival::kHopedFor);
         }
     }
     __syncwarp();
@@ -120,7 +130,7 @@ struct ShortPath {
   __device__ __forceinline__ void take_chunk(int chunk) const {
     if (!has_tile()) return;
     __syncwarp();                  // nobody reads the last chunk any more
-    take_lots<kLots, true>(0, chunk, 1, chunk, chunk > 0);
+    take_lots<kLots, true>(0, chunk, 1, chunk, chunk > 0 ? Arrival::kExpected : Arrival::kHopedFor);
     __syncwarp();
   }
 

@@ -171,7 +171,7 @@ void CudaExecutor::send_decode_phases() {
       int index = 0;
       DecodeNeeds needs = segment.needs;
       bool after_linear = false;
-      int form = -1, attentions = 0;
+      int form = -1, attentions = 0, fp4_phases = 0, held_phases = 0;
       for (const PlannedPhase& planned : segment.phases) {
         DecodePhase phase;
         std::memset(static_cast<void*>(&phase), 0, sizeof(phase));
@@ -186,7 +186,7 @@ void CudaExecutor::send_decode_phases() {
             before.next_k_warps = linear.k_warps;
             needs.holds_vectors = true;
           }
-          if (linear.start.path & kHolds) needs.holds_weights = true;
+          fp4_phases += linear.format == Format::kFp4G128, held_phases += (linear.start.path & kHolds) != 0;
           if (linear.residual) needs.residual_cols = static_cast<int>(layout_.decode.residual_cols);
           const WorkShare& share = linear.stream.share;
           if (form >= 0 && form != share.form) linear.start.path |= kOtherForm;
@@ -212,6 +212,7 @@ void CudaExecutor::send_decode_phases() {
         phases.push_back(end);
         streams.push_back({});
       }
+      needs.holds_weights = held_phases > 0 && held_phases * 10 >= fp4_phases * 9;
       const int rows = std::min(limits_.max_tokens, kDecodeRows);
       list.cuts.resize(static_cast<size_t>(kDecodeRows) + 1);
       if (!segment.phases.empty())
