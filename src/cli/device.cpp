@@ -27,6 +27,14 @@ bool hides_gpus() {
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   return visible != nullptr && (*visible == '\0' || std::string_view(visible) == "-1");
 }
+
+std::unique_ptr<Backend> make_gpu() {
+  std::unique_ptr<Backend> backend = make_cuda_backend(0);
+#ifdef BERYL_CUDA_UNOPTIMIZED
+  print_warning("this program's GPU code is unoptimized and slow: it was compiled where there is no GPU, to see that it compiles (cmake -DBERYL_CUDA_OPTIMIZE=ON)");
+#endif
+  return backend;
+}
 #endif
 
 std::unique_ptr<Backend> make_cpu(const DeviceOptions& options) {
@@ -88,10 +96,10 @@ std::unique_ptr<Backend> make_backend(const DeviceOptions& options) {
   if (options.name == "reference") return make_reference_backend(n_threads);
   if (options.name == "cpu") return make_cpu(options);
 #ifdef BERYL_HAS_CUDA
-  if (options.name == "cuda") return make_cuda_backend(0);
+  if (options.name == "cuda") return make_gpu();
   // What auto promises is to run anyway.
   try {
-    return make_cuda_backend(0);
+    return make_gpu();
   } catch (const AbsentGpu& error) {
     if (!hides_gpus()) print_note(fmt::format("{}, so the CPU is used", error.what()));
   } catch (const Error& error) {

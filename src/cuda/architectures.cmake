@@ -1,14 +1,17 @@
 # Which GPU architectures to compile for: one takes a third of the time of three.
 #
-# gpu_architectures(VARIABLE): those of the GPUs of this machine. Without a GPU, or where nvcc is too old to know one of them: 80, 89
-# and 90a, of which 89 comes with PTX, so that newer GPUs translate it when the program first starts.
+# gpu_architectures(VARIABLE): those of the GPUs of this machine. Without a GPU, or where nvcc is too old to know one of them: 80, 89,
+# 90a, and 120 if nvcc knows it. 89 comes with PTX, so that other GPUs translate it when the program first starts.
 function(gpu_architectures variable)
+  execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-code OUTPUT_VARIABLE known ERROR_QUIET)
   set(all 80-real 89 90a-real)
+  if(known MATCHES "sm_120")
+    list(APPEND all 120-real)
+  endif()
   set(found)
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader RESULT_VARIABLE failed OUTPUT_VARIABLE capabilities
                   ERROR_QUIET)
   if(NOT failed)
-    execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-code OUTPUT_VARIABLE known ERROR_QUIET)
     string(REGEX MATCHALL "[0-9]+\\.[0-9]" capabilities "${capabilities}")
     foreach(capability ${capabilities})
       string(REPLACE "." "" number ${capability})
