@@ -330,7 +330,12 @@ class RegexTest(WalkCase):
         # Many of these are not read in many ways.
         for kind, text in (("regex", "[^,]*," * 60), ("regex", "(a+)+b"), ("regex", "(\\w*\\s*)*"), ("regex", "(yes|no|maybe)( and (yes|no|maybe)){0,9}"), ("regex", ".*"), ("regex", "(" + "|".join(f"word{i}" for i in range(300)) + ")"),
                            ("schema", {"type": "object", "properties": {f"key{i}": {"type": ["string", "null"], "maxLength": 50} for i in range(100)}}), ("json", ""),
-                           ("schema", {"anyOf": [{"type": "string", "enum": [f"one {i}"]} for i in range(60)]})):
+                           ("schema", {"anyOf": [{"type": "string", "enum": [f"one {i}"]} for i in range(60)]}),
+                           # Large forms: 128 tools are what clients may send.
+                           ("schema", {"type": "string", "enum": [f"value number {7919 * i % 100003}" for i in range(3000)]}),
+                           ("schema", {"anyOf": [{"type": "object", "properties": {"name": {"const": f"other_{i}"}, "arguments": {"type": "object", "properties": {"path": {"type": "string", "maxLength": 20}},
+                                                                                                                                  "required": ["path"], "additionalProperties": False}},
+                                                  "required": ["name", "arguments"], "additionalProperties": False} for i in range(128)]})):
             with self.subTest(text=str(text)[:60]):
                 self.assertNotIn("error", walker(kind, text, n=1, most=10))
 

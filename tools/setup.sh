@@ -131,6 +131,7 @@ show_build() {
     case $line in
       'ninja: Entering'* | 'ninja: no work'* | *'Re-checking globbed'* | *'Re-running CMake'*) ;;
       '-- '* | $'\e[0m-- '*) ;;                             # cmake's, when it runs again
+      'ptxas info '*) ;;                                    # of what unoptimized GPU code loses
       '['*/*']'*)
         [ -n "$is_building" ] || note "building, some minutes the first time"
         is_building=yes

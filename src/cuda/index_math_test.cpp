@@ -41,7 +41,9 @@ TEST(IndexMath, TurnedColumnsFillAKeyRowInOrder) {
   for (int column = 0; column < kFromValuesDim; ++column) {
     const bool turned = column < 64 || (column >= 256 && column < 320);        // pairs (j, j + 256), j below 64
     ASSERT_EQ(is_turned(column), turned) << column;
-    if (turned) ASSERT_EQ(turned_column(column), n_turned++) << column;
+    if (turned) {
+      ASSERT_EQ(turned_column(column), n_turned++) << column;
+    }
   }
   EXPECT_EQ(n_turned, kTurnedColumns);
 }

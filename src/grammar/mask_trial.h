@@ -5,7 +5,8 @@
 // size. So a grammar is tried first with a few thousand of the tokens: random replies, some hundred masks. What they take is
 // measured in processor time of this thread, as a multiple of what a plain expression takes here, so neither a busy
 // machine nor a slow build changes what is let in: what people write is below 6, ".{1,280}" at 13, what has masks of a second
-// and more (262,144 tokens) above 35; the limit is 28.
+// and more (262,144 tokens) above 35; the limit is 28. Large forms (128 tools, thousands of values) take as long and are none of these:
+// theirs is the time of a place in the grammar, once, whatever the number of tokens: a vocabulary of bytes alone takes it as well. It does not count.
 #pragma once
 
 #ifdef BERYL_HAS_XGRAMMAR
@@ -32,7 +33,8 @@ class MaskTrial {
   Time time_of(const xgrammar::Grammar& grammar, double most_longest, double most_sum) const;
 
   std::vector<int32_t> stop_ids_;
-  std::optional<xgrammar::TokenizerInfo> info_;   // of the tokens that are tried
+  std::vector<std::string> texts_;                        // of the tokens that are tried
+  std::optional<xgrammar::TokenizerInfo> info_, bytes_;   // of those, and of bytes alone
   size_t n_ids_;
   double most_longest_ = 0, most_sum_ = 0;
 };

@@ -22,7 +22,7 @@ struct HostileForm : Error {
 };
 
 struct JudgeLimits {
-  double processor_seconds = 5;         // of one form: what people write takes 0.15 at most, what the trial of masks refuses 3
+  double processor_seconds = 10;        // of one form: what people write takes 0.15 at most, 128 tools 2 to 4, what the trial of masks refuses 3
   int64_t memory_bytes = 1 << 30;       // resident, beyond what the process had before the first form
   double seconds = 120;                 // of one form, or to begin: a process that does nothing. Busy machines are not meant
 };
