@@ -471,6 +471,8 @@ class RequestTest(ServerTest):
                             (b'{"a": "\xed\xa0\x80"}', "byte 7")):
             with self.subTest(body=body[:20]):
                 self.refused("/v1/chat/completions", body, words)
+        for body, place in ((b'{"temperature": 1e999}', "temperature"), (b'{"a": {"b": 1}, "max_tokens": -1e999}', "max_tokens"), (b'{"a": 1, "logit_bias": {"b": [2], "5": 1e400}}', "logit_bias.5")):
+            self.refused("/v1/chat/completions", body, f"'{place}'", "too large", param=place)
         for method, path, allowed in (("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET, HEAD"), ("OPTIONS", "/v1/models", "GET, HEAD"),
                                       ("DELETE", "/tokenize", "POST"), ("POST", "/health", "GET, HEAD"), ("PUT", "/", "GET, HEAD")):
             status, headers, _ = self.server.request(method, path)
@@ -696,6 +698,14 @@ class RequestTest(ServerTest):
                                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "no"} | result]}]})
         self.assertEqual(count(is_error=True)[1]["input_tokens"] - count()[1]["input_tokens"], len("Error: "))
         self.assertEqual((count(is_error="x")[0], count(tool_use_id="b")[0]), (400, 400))
+        # A turn that says nothing is a turn.
+        def tokens_of(content):
+            return self.server.post("/v1/messages/count_tokens", {"messages": [*HELLO, {"role": "assistant", "content": content}, *HELLO]})[1]["input_tokens"]
+        self.assertEqual(tokens_of([]), tokens_of(""))
+        self.assertEqual(tokens_of([{"type": "text", "text": ""}]), tokens_of(""))
+        self.assertEqual(self.server.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": []}]})[0], 200)
+        for effort in ("xhigh", "max"):
+            self.chat(reasoning_effort=effort, max_tokens=1)
         # Many replies, as the original has it.
         self.assertEqual(len(self.chat(n=128, max_tokens=1)["choices"]), 128)
         # A refusal's words are its text.
@@ -1216,6 +1226,7 @@ class ThinkingTest(ServerTest):
         self.assertLessEqual(len(message["reasoning_content"]), 6)
         self.assertIn("A", message["content"])
         self.assertEqual(answer["choices"][0]["finish_reason"], "length")
+        self.assertTrue(0 < answer["usage"]["completion_tokens_details"]["reasoning_tokens"] < answer["usage"]["completion_tokens"], answer["usage"])
         # None where none is wanted, though the model begins one.
         for wish in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
             silent = self.chat(max_tokens=20, temperature=0, frequency_penalty=1, logit_bias=opened, **wish)["choices"][0]["message"]

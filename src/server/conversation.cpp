@@ -31,9 +31,9 @@ size_t text_bytes(const Json& json) {
 }  // namespace
 
 bool thinks_at(const Fields& fields, const char* name, const std::string& effort) {
-  const char* const efforts[] = {"none", "minimal", "low", "medium", "high", "xhigh"};
+  const char* const efforts[] = {"none", "minimal", "low", "medium", "high", "xhigh", "max"};
   if (std::find(std::begin(efforts), std::end(efforts), effort) == std::end(efforts))
-    fields.refuse(name, "none, minimal, low, medium, high or xhigh");
+    fields.refuse(name, "none, minimal, low, medium, high, xhigh or max");
   return effort != "none";
 }
 

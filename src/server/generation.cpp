@@ -235,15 +235,16 @@ void Reply::require_success() const {
 }
 
 Json usage_of(const std::vector<Reply>& replies) {
-  int64_t n_reply = 0;
-  for (const Reply& reply : replies) n_reply += reply.n_tokens();
+  int64_t n_reply = 0, n_thought = 0;
+  for (const Reply& reply : replies) n_reply += reply.n_tokens(), n_thought += reply.n_thought_tokens();
   const int64_t n_prompt = replies.front().result().timings.prompt_tokens;
   // What the others found in the caches was computed for the first.
   const int64_t n_reused = replies.front().result().timings.reused_tokens;
   return {{"prompt_tokens", n_prompt},
           {"completion_tokens", n_reply},
           {"total_tokens", n_prompt + n_reply},
-          {"prompt_tokens_details", {{"cached_tokens", n_reused}}}};
+          {"prompt_tokens_details", {{"cached_tokens", n_reused}}},
+          {"completion_tokens_details", {{"reasoning_tokens", n_thought}}}};
 }
 
 Json timings_of(const RequestResult& result) {

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "server/api_error.h"
 #include "text/utf8.h"
@@ -39,6 +42,26 @@ std::string number_text(double value) {
   return std::abs(value) < 1e15 && value == std::floor(value) ? fmt::format("{:.0f}", value) : fmt::format("{}", value);
 }
 
+// The member that the parser is at when it gives up: its keys from the outermost on. Places in arrays are not named.
+std::string place_of_last_key(const std::string& body) {
+  std::vector<std::string> keys;
+  const auto follow = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    const auto n = static_cast<size_t>(depth);
+    if (event == Json::parse_event_t::key) {
+      keys.resize(n);
+      keys.back() = parsed.get<std::string>();
+    } else if (event == Json::parse_event_t::object_end) {
+      keys.resize(std::min(keys.size(), n));
+    }
+    return true;
+  };
+  try {
+    static_cast<void>(Json::parse(body, follow));
+  } catch (const Json::exception&) {
+  }
+  return fmt::format("{}", fmt::join(keys, "."));
+}
+
 }  // namespace
 
 Json parse_object(const std::string& body) {
@@ -57,7 +80,8 @@ Json parse_object(const std::string& body) {
   } catch (const nlohmann::json::parse_error& error) {
     throw ApiError(400, fmt::format("the body is no JSON: it goes wrong at byte {} of {}", error.byte == 0 ? 0 : error.byte - 1, body.size()));
   } catch (const nlohmann::json::out_of_range&) {
-    throw ApiError(400, "the body holds a number that is too large for any computer");
+    const std::string place = place_of_last_key(body);
+    throw ApiError(400, fmt::format("'{}' holds a number that is too large for any computer", place), place);
   }
   if (!json.is_object()) throw ApiError(400, fmt::format("the body is {}, a JSON object was expected", in_words(json)));
   return json;

@@ -48,6 +48,7 @@ std::string text_of(const Json& value, const std::string& where) {
 void add_blocks(const std::string& role, const Json& content, const std::string& where, Json& messages, std::set<std::string>& known) {
   std::string text, reasoning;
   Json calls = Json::array();
+  const size_t n_before = messages.size();
   for (size_t i = 0; i < content.size(); ++i) {
     const Json& block = content[i];
     const std::string place = fmt::format("{}.{}", where, i);
@@ -77,7 +78,8 @@ void add_blocks(const std::string& role, const Json& content, const std::string&
       refuse(place, fmt::format("is a block of type {}, which this model can not be given here", quote(type)));
     }
   }
-  if (text.empty() && calls.empty() && reasoning.empty()) return;
+  // A turn that says nothing is a turn all the same; but not behind results of tools.
+  if (text.empty() && calls.empty() && reasoning.empty() && messages.size() > n_before) return;
   Json message = {{"role", role}, {"content", text}};
   if (!reasoning.empty()) message["reasoning_content"] = reasoning;
   if (!calls.empty()) message["tool_calls"] = std::move(calls);
