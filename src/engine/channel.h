@@ -26,12 +26,12 @@ class Channel {
   // Valid once read() has returned false.
   const RequestResult& result() const { return *result_; }
   // The engine frees what the request holds before its next step. What was sampled before may still come.
-  void cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+  void cancel() { cancelled_.store(true, std::memory_order_release); }   // releases what stop() wrote before it, too
   // The same by a reader that has all it wants with the first n_tokens of the reply: it ends as one that has stopped, and so many
   // count, where it has not ended already.
   void stop(int64_t n_tokens) {
     stopped_at_.store(n_tokens, std::memory_order_relaxed);
-    cancelled_.store(true, std::memory_order_release);
+    cancel();
   }
 
   // Of the engine.
